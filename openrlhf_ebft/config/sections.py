@@ -1,0 +1,214 @@
+"""The sections of a run's configuration: every knob with its unit, default and range, written once."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Precision = Literal["float32", "bfloat16", "float16"]
+Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+
+
+class Section(BaseModel):
+    """Base of all sections: unknown keys are errors, values are checked again when they are assigned."""
+
+    model_config = ConfigDict(extra="forbid", validate_assignment=True, validate_default=True, allow_inf_nan=False)
+
+
+class ModelConfig(Section):
+    """The policy's starting point."""
+
+    path: str = Field(description="local folder, hub name, or a .gguf file of the initial policy")
+    dtype: Precision = Field("bfloat16", description="precision of forward and backward passes of the policy")
+    attention: Literal["sdpa", "eager", "flex", "rows"] = Field(
+        "sdpa", description="how tree attention runs; rows runs each branch as its own causal sequence"
+    )
+    tokenizer: str | None = Field(None, description="tokenizer folder or hub name; default: that of model.path")
+    trust_remote_code: bool = Field(False, description="run Python code shipped inside the model's repository")
+
+
+class DataConfig(Section):
+    """Where prompts and ground truths come from and how they become token ids."""
+
+    mode: Literal["structured"] = Field("structured", description="structured: one anchor at the end of each prompt")
+    path: str = Field(description="file (.jsonl .json .csv .parquet), folder of such files, or hub dataset name")
+    split: str = Field("train", description="split of a hub dataset; ignored for files")
+    prompt_column: str = Field("prompt", description="column with the prompt text")
+    ground_truth_column: str = Field("ground_truth", description="column with the ground-truth completion text")
+    messages_column: str | None = Field(
+        None, description="column with chat messages; the last assistant turn is the ground truth"
+    )
+    apply_chat_template: bool = Field(False, description="wrap plain prompts as a user turn of the chat template")
+    chat_template: str | None = Field(None, description="file with a Jinja chat template that replaces the tokenizer's")
+    append_eos: bool = Field(True, description="end every ground truth with the EOS token")
+    max_prompt_tokens: int = Field(1024, ge=1, description="limit of a prompt, in tokens")
+    over_long_prompt: Literal["skip", "error", "truncate_left"] = Field(
+        "skip", description="what happens to prompts above data.max_prompt_tokens"
+    )
+    min_ground_truth_tokens: int = Field(1, ge=1, description="shorter ground truths are skipped, in tokens")
+    max_ground_truth_tokens: int = Field(1024, ge=1, description="longer ground truths are skipped, in tokens")
+    on_bad_row: Literal["strict", "skip"] = Field(
+        "strict", description="strict: the first faulty row is an error; skip: faulty rows are counted and left out"
+    )
+    heldout_fraction: Fraction = Field(0.05, description="share of rows held out, chosen by a hash of the content")
+    shuffle: bool = Field(True, description="new seeded order of the training rows every epoch")
+
+
+class RolloutConfig(Section):
+    """The sampler: which engine, how many, and every sampling field."""
+
+    engine: Literal["vllm", "transformers"] = Field("vllm", description="what samples the completions")
+    num_engines: int = Field(1, ge=1, description="number of rollout engine actors")
+    tensor_parallel_size: int = Field(1, ge=1, description="GPUs of one engine")
+    samples_per_prompt: int = Field(4, ge=1, description="completions sampled for each anchor (n)")
+    temperature: float = Field(0.6, ge=0.0, description="sampling temperature; 0 is greedy")
+    top_p: float = Field(1.0, gt=0.0, le=1.0, description="nucleus mass; 1 is off")
+    top_k: int = Field(0, ge=0, description="candidates kept; 0 is off")
+    max_new_tokens: int = Field(256, ge=1, description="limit of a completion, in tokens, whatever the ground truth")
+    length_multiplier: float = Field(
+        1.5, gt=0.0, description="limit of a completion as a multiple of its ground truth's length"
+    )
+    min_length_limit: int = Field(8, ge=1, description="no completion's limit is set below this, in tokens")
+    max_model_len: int | None = Field(None, ge=2, description="engine's limit of prompt + completion; default: derived")
+    kv_cache_gib: float = Field(1.0, gt=0.0, description="key/value cache of one engine on CPU, in GiB")
+    gpu_memory_utilization: float = Field(0.85, gt=0.0, le=1.0, description="share of a GPU that vllm may take")
+    block_size: int = Field(32, ge=1, description="tokens of one key/value block")
+    enforce_eager: bool = Field(False, description="no CUDA graphs")
+    sync_every_steps: int = Field(1, ge=1, description="optimizer steps between weight updates of the engines")
+    weight_transfer: Literal["auto", "object_store", "nccl", "ipc"] = Field(
+        "auto", description="how weights reach the engines; auto: object_store on CPU, nccl on GPU"
+    )
+    max_retries: int = Field(2, ge=0, description="repeats of a failed generate call before the run stops")
+    timeout_s: float = Field(900.0, gt=0.0, description="limit of one generate or weight-update call, in seconds")
+
+
+class FeatureConfig(Section):
+    """The frozen feature network and how its hidden states become one embedding per completion."""
+
+    path: str | None = Field(None, description="feature network's folder or name; default: model.path")
+    dtype: Precision | None = Field(None, description="precision of the feature network; default: model.dtype")
+    layer_fractions: tuple[Annotated[float, Field(gt=0.0, le=1.0)], ...] = Field(
+        (0.25, 0.5, 0.75), min_length=1, description="depths of the tapped blocks as fractions of the model's depth"
+    )
+    normalize: Literal["joint", "per_layer", "none"] = Field("joint", description="scaling of a token's features")
+    embed_method: Literal["last_token", "mean_pooling", "completion_mean", "concat"] = Field(
+        "completion_mean", description="pooling of token features to an embedding"
+    )
+    pool_special_tokens: bool = Field(False, description="let EOS and other special tokens enter pooling")
+    whitening: Literal["feature", "sample", "none"] = Field("feature", description="space in which groups are whitened")
+    whiten_tol: float = Field(1e-5, gt=0.0, lt=1.0, description="singular values below tol * largest count as zero")
+    num_replicas: int = Field(1, ge=1, description="number of feature network actors")
+    max_tokens_per_batch: int = Field(8192, ge=1, description="tokens of one forward pass of the feature network")
+    timeout_s: float = Field(900.0, gt=0.0, description="limit of one feature extraction, in seconds")
+
+
+class RewardConfig(Section):
+    """Alignment minus diversity, and the baseline that turns rewards into advantages."""
+
+    alignment_coef: float = Field(1.0, ge=0.0, description="weight of alignment with the ground truth")
+    diversity_coef: float = Field(1.0, ge=0.0, description="weight of the similarity to sibling completions")
+    advantage: Literal["rloo", "rloo_simple", "group_norm", "dr_grpo", "reinforce"] = Field(
+        "rloo", description="advantage estimator of a group"
+    )
+
+
+class PolicyConfig(Section):
+    """Batches and loss of the policy trainer."""
+
+    num_ranks: int = Field(1, ge=1, description="data-parallel ranks of the policy trainer")
+    max_steps: int | None = Field(None, ge=0, description="EBFT steps; default: as many as epochs give")
+    epochs: int = Field(1, ge=1, description="passes over the training rows when max_steps is not set")
+    prompts_per_step: int = Field(16, ge=1, description="references of one optimizer step, over all ranks")
+    micro_batch_size: int = Field(1, ge=1, description="references of one forward and backward pass on one rank")
+    sft_warmup_steps: int = Field(0, ge=0, description="supervised steps on the ground truth before EBFT")
+    rl_coef: float = Field(1.0, ge=0.0, description="weight of the REINFORCE term")
+    ce_coef: float = Field(0.03, ge=0.0, description="weight of the cross-entropy of the ground truth")
+    entropy_coef: float = Field(0.0, ge=0.0, description="weight of the entropy bonus")
+    aggregation: Literal["sequence_mean", "token_mean", "dr_grpo"] = Field(
+        "sequence_mean", description="how token losses become one number"
+    )
+    gradient_checkpointing: bool = Field(False, description="recompute activations in the backward pass")
+    logprob_chunk_tokens: int = Field(512, ge=1, description="tokens whose logits exist at one time")
+    max_nonfinite_steps: int = Field(3, ge=1, description="skipped steps in a row that stop the run")
+    timeout_s: float = Field(1800.0, gt=0.0, description="limit of one optimizer step, in seconds")
+
+
+class OptimizerConfig(Section):
+    """AdamW and its schedule."""
+
+    learning_rate: float = Field(1e-6, gt=0.0, description="peak learning rate")
+    betas: tuple[Fraction, Fraction] = Field((0.9, 0.95), description="decay rates of AdamW's moments")
+    eps: float = Field(1e-8, gt=0.0, description="AdamW's denominator offset")
+    weight_decay: float = Field(0.0, ge=0.0, description="decoupled weight decay; norms and biases are left out")
+    max_grad_norm: float = Field(1.0, ge=0.0, description="gradient clipping by global norm; 0 is off")
+    schedule: Literal["constant", "linear", "cosine"] = Field("constant", description="shape after the warm-up")
+    warmup_steps: int = Field(0, ge=0, description="optimizer steps of linear warm-up")
+    min_lr_ratio: Fraction = Field(0.0, description="last learning rate as a share of the peak")
+
+
+class DeepSpeedConfig(Section):
+    """How DeepSpeed shards the trainer."""
+
+    zero_stage: Literal[0, 1, 2, 3] = Field(0, description="ZeRO stage")
+    offload_optimizer: bool = Field(False, description="keep optimizer states in CPU memory")
+
+
+class PlacementConfig(Section):
+    """Resources of the Ray actors. CPU numbers are reservations; threads are set by threads_per_actor."""
+
+    ray_address: str | None = Field(None, description="cluster to join; default: RAY_ADDRESS, else a local cluster")
+    trainer_cpus: float = Field(0.5, gt=0.0, description="CPUs reserved by each trainer rank")
+    rollout_cpus: float = Field(0.5, gt=0.0, description="CPUs reserved by each rollout engine")
+    feature_cpus: float = Field(0.25, gt=0.0, description="CPUs reserved by each feature replica")
+    aggregator_cpus: float = Field(0.25, gt=0.0, description="CPUs reserved by the reward aggregator")
+    gpus_per_trainer_rank: float = Field(1.0, ge=0.0, description="GPUs of a trainer rank on a GPU cluster")
+    gpus_per_feature_replica: float = Field(1.0, ge=0.0, description="GPUs of a feature replica on a GPU cluster")
+    threads_per_actor: int = Field(0, ge=0, description="compute threads of an actor on CPU; 0: all cores")
+    start_timeout_s: float = Field(300.0, gt=0.0, description="limit for the actors to load their models, in seconds")
+    schedule_timeout_s: float = Field(10.0, gt=0.0, description="limit for Ray to place the actors, in seconds")
+
+
+class CheckpointConfig(Section):
+    """Checkpoints of the trainer and the exported model."""
+
+    every_steps: int = Field(0, ge=0, description="optimizer steps between checkpoints; 0: none")
+    keep_last: int = Field(2, ge=1, description="newest complete checkpoints that are kept")
+    on_interrupt: bool = Field(False, description="save a checkpoint on Ctrl-C or SIGTERM")
+
+
+class EvaluationConfig(Section):
+    """Held-out evaluation before, during and after training."""
+
+    every_steps: int = Field(0, ge=0, description="EBFT steps between evaluations; 0: only before and after")
+    max_examples: int = Field(24, ge=0, description="held-out rows that are evaluated; 0: no evaluation")
+    show_samples: int = Field(3, ge=0, description="completions printed before and after")
+
+
+class LoggingConfig(Section):
+    """Where a run leaves its traces."""
+
+    root: str = Field("runs", description="folder that holds the run directories")
+    tensorboard: bool = Field(True, description="write tensorboard event files")
+    wandb_project: str | None = Field(None, description="Weights & Biases project; default: not used")
+    wandb_mode: Literal["online", "offline"] = Field("offline", description="whether wandb uploads")
+    progress: bool = Field(True, description="progress bars on the terminal")
+
+
+class EBFTConfig(Section):
+    """A whole run: `openrlhf-ebft train CONFIG`."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9._-]+$", description="run name; the run directory is logging.root/name")
+    seed: int = Field(0, ge=0, lt=2**32, description="seed of data order, sampling and initialisation")
+    model: ModelConfig
+    data: DataConfig
+    rollout: RolloutConfig = Field(default_factory=RolloutConfig)
+    features: FeatureConfig = Field(default_factory=FeatureConfig)
+    reward: RewardConfig = Field(default_factory=RewardConfig)
+    policy: PolicyConfig = Field(default_factory=PolicyConfig)
+    optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
+    deepspeed: DeepSpeedConfig = Field(default_factory=DeepSpeedConfig)
+    placement: PlacementConfig = Field(default_factory=PlacementConfig)
+    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
+    evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig)
+    logging: LoggingConfig = Field(default_factory=LoggingConfig)

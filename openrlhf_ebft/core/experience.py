@@ -1,0 +1,64 @@
+"""Typed records that cross process borders: references in, rollouts out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import Tensor
+
+FinishReason = Literal["stop", "length"]
+
+
+@dataclass(frozen=True, eq=False)
+class Reference:
+    """A reference sequence with the anchors from which completions are sampled.
+
+    S tokens, A anchors. Structured data has one anchor, at the end of the prompt.
+    """
+
+    example_id: str
+    token_ids: Tensor  # (S,) int64: prompt + ground truth, or one packed document
+    anchors: Tensor  # (A,) int64, ascending: the context of anchor a is token_ids[:a]
+    window_lengths: Tensor  # (A,) int64, tokens: the ground truth of anchor a is token_ids[a : a + length]
+    max_new_tokens: Tensor  # (A,) int64, tokens: limit of the completions of each anchor
+    loss_mask: Tensor  # (S,) bool: tokens that the cross-entropy covers (token 0 has no predictor and never counts)
+    document_ids: Tensor | None = None  # (S,) int64, non-decreasing: documents of a packed reference
+
+
+@dataclass(frozen=True)
+class SamplingSettings:
+    """Every sampling field, so that no model folder's generation config can fill a gap."""
+
+    temperature: float  # 0 is greedy
+    top_p: float  # 1 is off
+    top_k: int  # candidates kept; 0 is off
+    stop_token_ids: tuple[int, ...]  # a sampled stop token ends the completion and stays its last token
+
+
+@dataclass(frozen=True, eq=False)
+class RolloutRequest:
+    """Sample `num_samples` completions at every anchor of `reference`."""
+
+    reference: Reference
+    num_samples: int
+    seed: int  # base seed of this reference and step; see core/seeding.py
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One sampled completion of an anchor: g tokens, exactly as sampled."""
+
+    token_ids: tuple[int, ...]  # (g,), g >= 1; a stop token, when sampled, is the last
+    logprobs: tuple[float, ...]  # (g,) natural-log probabilities under the sampler at the sampling temperature
+    finish_reason: FinishReason  # "length": the token limit cut it off
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """All completions of one reference."""
+
+    example_id: str
+    completions: tuple[tuple[Completion, ...], ...]  # [A][n]
+    weight_version: int  # optimizer steps behind the weights that sampled it
+    cached_tokens: int = 0  # prompt tokens that came from the engine's prefix cache
