@@ -8,6 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 Precision = Literal["float32", "bfloat16", "float16"]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+DecayRate = Annotated[float, Field(ge=0.0, lt=1.0)]
 
 
 class Section(BaseModel):
@@ -21,7 +22,7 @@ class ModelConfig(Section):
 
     path: str = Field(description="local folder, hub name, or a .gguf file of the initial policy")
     dtype: Precision = Field("bfloat16", description="precision of forward and backward passes of the policy")
-    attention: Literal["sdpa", "eager", "flex", "rows"] = Field(
+    attention: Literal["sdpa", "eager", "rows"] = Field(
         "sdpa", description="how tree attention runs; rows runs each branch as its own causal sequence"
     )
     tokenizer: str | None = Field(None, description="tokenizer folder or hub name; default: that of model.path")
@@ -138,7 +139,7 @@ class OptimizerConfig(Section):
     """AdamW and its schedule."""
 
     learning_rate: float = Field(1e-6, gt=0.0, description="peak learning rate")
-    betas: tuple[Fraction, Fraction] = Field((0.9, 0.95), description="decay rates of AdamW's moments")
+    betas: tuple[DecayRate, DecayRate] = Field((0.9, 0.95), description="decay rates of AdamW's moments")
     eps: float = Field(1e-8, gt=0.0, description="AdamW's denominator offset")
     weight_decay: float = Field(0.0, ge=0.0, description="decoupled weight decay; norms and biases are left out")
     max_grad_norm: float = Field(1.0, ge=0.0, description="gradient clipping by global norm; 0 is off")

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 FinishReason = Literal["stop", "length"]
@@ -24,6 +25,11 @@ class Reference:
     max_new_tokens: Tensor  # (A,) int64, tokens: limit of the completions of each anchor
     loss_mask: Tensor  # (S,) bool: tokens that the cross-entropy covers (token 0 has no predictor and never counts)
     document_ids: Tensor | None = None  # (S,) int64, non-decreasing: documents of a packed reference
+
+    def to(self, device: torch.device) -> Reference:
+        """The same reference with all tensors on `device`."""
+        tensors = {name: value.to(device) for name, value in vars(self).items() if isinstance(value, Tensor)}
+        return replace(self, **tensors)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)

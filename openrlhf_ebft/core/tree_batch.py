@@ -1,0 +1,126 @@
+"""Several rollout trees side by side, padded to one length, with flat index tensors into the (batch, T) grid."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from openrlhf_ebft.core.rollout_tree import RolloutTree
+
+PaddingSide = Literal["left", "right"]
+
+
+@dataclass(frozen=True, eq=False)
+class TreeBatch:
+    """b trees padded to T tokens. Flat indices count the (b, T) grid row by row."""
+
+    trees: tuple[RolloutTree, ...]
+    input_ids: Tensor  # (b, T) int64
+    position_ids: Tensor  # (b, T) int64, 0 at padding
+    valid: Tensor  # (b, T) bool, False at padding
+    starts: Tensor  # (b,) int64 flat index of each tree's first token
+
+    @classmethod
+    def collate(
+        cls, trees: Sequence[RolloutTree], pad_token_id: int = 0, padding_side: PaddingSide = "right"
+    ) -> TreeBatch:
+        """Pads the trees to the longest one. Raises ValueError for an empty list."""
+        if not trees:
+            raise ValueError("a tree batch needs at least one tree")
+        width = max(len(tree) for tree in trees)
+        shape = (len(trees), width)
+        input_ids = torch.full(shape, pad_token_id, dtype=torch.long)
+        position_ids = torch.zeros(shape, dtype=torch.long)
+        valid = torch.zeros(shape, dtype=torch.bool)
+        starts = torch.arange(len(trees)) * width
+        for row, tree in enumerate(trees):
+            offset = width - len(tree) if padding_side == "left" else 0
+            columns = slice(offset, offset + len(tree))
+            input_ids[row, columns] = tree.token_ids
+            position_ids[row, columns] = tree.position_ids
+            valid[row, columns] = True
+            starts[row] += offset
+        return cls(tuple(trees), input_ids, position_ids, valid, starts)
+
+    def to(self, device: torch.device) -> TreeBatch:
+        """The same batch with all tensors on `device`."""
+        trees = tuple(tree.to(device) for tree in self.trees)
+        grid = (self.input_ids, self.position_ids, self.valid, self.starts)
+        return TreeBatch(trees, *(tensor.to(device) for tensor in grid))
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens without padding."""
+        return int(self.valid.sum())
+
+    def allowed(self) -> Tensor:
+        """(b, T, T) bool attention mask. A padding token sees only itself, so that no softmax row is empty."""
+        width = self.input_ids.shape[1]
+        mask = torch.eye(width, dtype=torch.bool, device=self.valid.device).repeat(len(self.trees), 1, 1)
+        for row, tree in enumerate(self.trees):
+            offset = int(self.starts[row]) - row * width
+            mask[row, offset : offset + len(tree), offset : offset + len(tree)] = tree.allowed()
+        return mask
+
+    @cached_property
+    def branch_tokens(self) -> Tensor:
+        """(B,) token ids of all branches, tree by tree in tree layout."""
+        return torch.cat([tree.branch_tokens for tree in self.trees])
+
+    @cached_property
+    def branch_predictors(self) -> Tensor:
+        """(B,) flat index of the token whose logits predict each branch token."""
+        return torch.cat([tree.predictors + start for tree, start in zip(self.trees, self.starts, strict=True)])
+
+    @cached_property
+    def branch_of_token(self) -> Tensor:
+        """(B,) branch number of each branch token, counted through the whole batch."""
+        return self._numbered([tree.branch_of_token for tree in self.trees], [t.num_branches for t in self.trees])
+
+    @cached_property
+    def supervised_targets(self) -> Tensor:
+        """(R,) token ids that the cross-entropy covers."""
+        return torch.cat([tree.reference.token_ids[tree.supervised_tokens] for tree in self.trees])
+
+    @cached_property
+    def supervised_predictors(self) -> Tensor:
+        """(R,) flat index of the reference token before each supervised token."""
+        pairs = zip(self.trees, self.starts, strict=True)
+        return torch.cat([tree.supervised_tokens - 1 + start for tree, start in pairs])
+
+    @cached_property
+    def tree_of_supervised(self) -> Tensor:
+        """(R,) number of the tree that each supervised token belongs to."""
+        device = self.valid.device
+        counts = torch.tensor([tree.supervised_tokens.numel() for tree in self.trees], device=device)
+        return torch.repeat_interleave(torch.arange(len(self.trees), device=device), counts)
+
+    @cached_property
+    def sampler_logprobs(self) -> Tensor:
+        """(B,) float32 log-probabilities under the sampler."""
+        return torch.cat([tree.sampler_logprobs for tree in self.trees])
+
+    @property
+    def num_branches(self) -> int:
+        return sum(tree.num_branches for tree in self.trees)
+
+    def spread(self, per_branch: Sequence[Tensor]) -> Tensor:
+        """Gives every branch token its branch's number: one (A, n) tensor a tree -> (B,)."""
+        for tree, values in zip(self.trees, per_branch, strict=True):
+            if values.shape != tree.branch_lengths.shape:
+                raise ValueError(
+                    f"{tree.example_id}: values of shape {tuple(values.shape)} for branches "
+                    f"of shape {tuple(tree.branch_lengths.shape)}"
+                )
+        return torch.cat([values.flatten() for values in per_branch])[self.branch_of_token]
+
+    @staticmethod
+    def _numbered(parts: Sequence[Tensor], counts: Sequence[int]) -> Tensor:
+        offsets = itertools.accumulate(counts, initial=0)
+        return torch.cat([part + offset for part, offset in zip(parts, offsets, strict=False)])

@@ -1,0 +1,1 @@
+"""Models: policies, feature networks and how their hidden states are read."""

@@ -1,0 +1,76 @@
+"""The policy: log-probabilities of completions and ground truths from one pass over a batch of trees."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from openrlhf_ebft.core.attention import AttentionMode
+from openrlhf_ebft.core.logprobs import chunked_logprobs
+from openrlhf_ebft.core.tree_batch import TreeBatch
+from openrlhf_ebft.models.tree_forward import attention_spec, forward_tree
+
+
+@dataclass(frozen=True, eq=False)
+class TreeLogprobs:
+    """What the loss needs of one batch: B branch tokens, R supervised reference tokens."""
+
+    branch: Tensor  # (B,) float32, nats, at the sampling temperature
+    branch_entropy: Tensor  # (B,) float32, nats, of the same distributions
+    supervised: Tensor  # (R,) float32, nats, at temperature 1
+
+
+class PolicyModel(nn.Module):
+    """A causal language model read over rollout trees; one module, so that DeepSpeed can wrap the whole pass."""
+
+    def __init__(self, model: PreTrainedModel, mode: AttentionMode, *, temperature: float, chunk_tokens: int) -> None:
+        """`temperature` is that of sampling; `chunk_tokens` bounds how many tokens' logits exist at one time."""
+        super().__init__()
+        self.model = model
+        self.mode = mode
+        self.temperature = temperature
+        self.chunk_tokens = chunk_tokens
+        self.spec = attention_spec(model.config, model.config._attn_implementation)
+        self.head = LogitsHead(model)
+
+    def forward(self, batch: TreeBatch) -> TreeLogprobs:
+        """Log-probabilities of every branch token and every supervised token of `batch` (on the model's device)."""
+        hidden = forward_tree(self._backbone, batch, self.mode, self.spec, self.model.dtype).flatten(0, 1)
+        predictors = torch.cat([batch.branch_predictors, batch.supervised_predictors])
+        targets = torch.cat([batch.branch_tokens, batch.supervised_targets])
+        num_branch = batch.branch_tokens.numel()
+        temperature = torch.ones(targets.numel(), device=hidden.device)
+        temperature[:num_branch] = self.temperature
+        logprobs, entropy = chunked_logprobs(self.head, hidden[predictors], targets, temperature, self.chunk_tokens)
+        return TreeLogprobs(logprobs[:num_branch], entropy[:num_branch], logprobs[num_branch:])
+
+    def _backbone(self, input_ids: Tensor, mask: Tensor | dict[str, Tensor], position_ids: Tensor) -> Tensor:
+        backbone = self.model.base_model
+        output = backbone(input_ids=input_ids, attention_mask=mask, position_ids=position_ids, use_cache=False)
+        return output.last_hidden_state
+
+
+class LogitsHead:
+    """The part of a causal language model after its backbone, with the scaling that some families apply to logits.
+
+    Gemma 2 and 3 cap logits with tanh, Cohere multiplies and Granite divides them by a constant of the config.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model = model
+        config = model.config
+        self.softcap: float | None = getattr(config, "final_logit_softcapping", None)
+        self.scale: float = getattr(config, "logit_scale", None) or 1.0
+        self.scale /= getattr(config, "logits_scaling", None) or 1.0
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """(P, H) hidden states after the final norm -> (P, V) logits."""
+        logits = self._model.get_output_embeddings()(hidden)
+        if self.scale != 1.0:
+            logits = logits * self.scale
+        if self.softcap is not None:
+            logits = torch.tanh(logits / self.softcap) * self.softcap
+        return logits

@@ -1,0 +1,64 @@
+"""Runs a transformers backbone over a batch of rollout trees, whichever way its attention can do it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from transformers import PretrainedConfig
+
+from openrlhf_ebft.core.attention import AttentionMode, AttentionSpec, MaskKind, attention_masks, unroll_rows
+from openrlhf_ebft.core.tree_batch import TreeBatch
+
+Backbone = Callable[[Tensor, Tensor | dict[str, Tensor], Tensor], Tensor]
+"""(input_ids, attention_mask, position_ids) -> hidden states (rows, tokens, D)."""
+
+
+def attention_spec(config: PretrainedConfig, implementation: str) -> AttentionSpec:
+    """Reads from a model's config which masks its layers expect.
+
+    Args:
+        config: configuration of the (text) model.
+        implementation: transformers' attention implementation; `eager` adds the mask to the scores, so it must get
+            an additive one (a boolean mask is added as 0 and 1 without an error).
+    """
+    kind: MaskKind = "additive" if implementation == "eager" else "boolean"
+    window = getattr(config, "sliding_window", None)
+    if getattr(config, "use_sliding_window", True) is False:
+        window = None
+    types = sorted(set(getattr(config, "layer_types", None) or []))
+    if not types:
+        return AttentionSpec(kind, (("", window),))
+    unknown = [name for name in types if name not in ("full_attention", "sliding_attention")]
+    if unknown:
+        raise ValueError(
+            f"model type {config.model_type!r} has layers of type {unknown}, which take no tree mask; "
+            "set model.attention to rows"
+        )
+    windows = tuple((name, window if name == "sliding_attention" else None) for name in types)
+    # One type for all layers means that the model builds one mask; a dict is understood only where types are mixed.
+    return AttentionSpec(kind, windows if len(windows) > 1 else (("", windows[0][1]),))
+
+
+def forward_tree(
+    backbone: Backbone, batch: TreeBatch, mode: AttentionMode, spec: AttentionSpec, dtype: torch.dtype
+) -> Tensor:
+    """Hidden states of every tree token, (b, T, D); padding tokens hold arbitrary values.
+
+    Args:
+        backbone: the model's blocks, without its head.
+        batch: trees on any device; moved nowhere.
+        mode: `sdpa` and `eager` run the tree in one sequence, `rows` one causal row for each branch.
+        spec: what the model's attention expects; unused in `rows`, which passes 2-axis padding masks.
+        dtype: dtype of additive masks.
+    """
+    if mode != "rows":
+        masks = attention_masks(batch.allowed(), batch.position_ids, spec, dtype)
+        return backbone(batch.input_ids, masks, batch.position_ids)
+    rows = unroll_rows(batch)
+    mask: Tensor | dict[str, Tensor] = rows.valid.long()
+    if rows.allowed is not None:
+        mask = attention_masks(rows.allowed, rows.position_ids, spec, dtype)
+    hidden = backbone(rows.input_ids, mask, rows.position_ids)
+    return hidden.flatten(0, 1)[rows.source].view(*batch.input_ids.shape, -1)

@@ -1,0 +1,127 @@
+"""Tree attention gives the numbers of ordinary causal sequences: every family, layout and padding side."""
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from openrlhf_ebft.core.tree_batch import TreeBatch
+from openrlhf_ebft.models.policy import PolicyModel
+from tests.trees import make_reference, make_tree
+
+VOCAB = 64
+SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+GROUPED = {**SMALL, "num_key_value_heads": 2, "head_dim": 8}
+FAMILIES = {
+    "llama": GROUPED,
+    "qwen2": GROUPED,
+    "qwen3": GROUPED,
+    "mistral": {**GROUPED, "sliding_window": None},
+    "mistral-window": {**GROUPED, "sliding_window": 4},
+    "gemma2": {**GROUPED, "sliding_window": 4, "final_logit_softcapping": 3.0, "attn_logit_softcapping": 5.0},
+    "gemma3_text": {**GROUPED, "sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]},
+    "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64},
+    "gpt_neox": SMALL,
+    "opt": {
+        "hidden_size": 32,
+        "ffn_dim": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "word_embed_proj_dim": 32,
+    },
+    "cohere": {**SMALL, "num_key_value_heads": 2, "logit_scale": 0.25},
+    "granite": {**SMALL, "num_key_value_heads": 2, "logits_scaling": 3.0},
+    "mixtral": {**GROUPED, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
+}
+
+
+def build(family: str, attention: str):
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(
+        family.split("-")[0], vocab_size=VOCAB, pad_token_id=0, bos_token_id=1, eos_token_id=2, **FAMILIES[family]
+    )
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():  # large weights, so that a wrong mask shows
+            if parameter.ndim > 1:
+                parameter.normal_(std=0.3)
+    return model
+
+
+def trees():
+    return [
+        make_tree(make_reference(9, [4], seed=1), [[3, 6, 1]], seed=2),
+        make_tree(make_reference(14, [3, 7, 10], window=3, seed=3), [[4, 2], [1, 5], [3, 3]], seed=4),
+    ]
+
+
+def logprobs_alone(model, tree, temperature):
+    """Every branch as its own plain causal sequence through the whole model; the reference likewise."""
+    branches = []
+    for branch in range(tree.num_branches):
+        ids = tree.token_ids[tree.branch_indices(branch)]
+        anchor = int(tree.reference.anchors[branch // tree.num_samples])
+        logits = model(input_ids=ids[None], use_cache=False).logits[0].float() / temperature
+        branches.append(torch.log_softmax(logits, -1)[range(anchor - 1, len(ids) - 1), ids[anchor:]])
+    reference = tree.reference.token_ids
+    logits = torch.log_softmax(model(input_ids=reference[None], use_cache=False).logits[0].float(), -1)
+    supervised = tree.supervised_tokens
+    return torch.cat(branches), logits[supervised - 1, reference[supervised]]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("mode", "attention"), [("sdpa", "sdpa"), ("eager", "eager"), ("rows", "sdpa")])
+def test_tree_equals_every_branch_alone(family, mode, attention):
+    if family == "gemma2":
+        attention = "eager"  # its score capping exists in eager attention only
+    model = build(family, attention)
+    policy = PolicyModel(model, mode, temperature=0.6, chunk_tokens=5)
+    with torch.no_grad():
+        expected = [logprobs_alone(model, tree, 0.6) for tree in trees()]
+        for side in ("left", "right"):
+            result = policy(TreeBatch.collate(trees(), padding_side=side))
+            torch.testing.assert_close(result.branch, torch.cat([e[0] for e in expected]), atol=1e-4, rtol=0)
+            torch.testing.assert_close(result.supervised, torch.cat([e[1] for e in expected]), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_documents_are_masked_alike_in_tree_and_rows(family):
+    documents = [0] * 6 + [1] * 5 + [2] * 5
+    tree = make_tree(make_reference(16, [3, 5, 8, 11], window=3, documents=documents), [[3, 3]] * 4)
+    model = build(family, "sdpa")
+    with torch.no_grad():
+        whole = PolicyModel(model, "sdpa", temperature=1.0, chunk_tokens=64)(TreeBatch.collate([tree]))
+        rows = PolicyModel(model, "rows", temperature=1.0, chunk_tokens=64)(TreeBatch.collate([tree]))
+    torch.testing.assert_close(whole.branch, rows.branch, atol=1e-4, rtol=0)
+    torch.testing.assert_close(whole.supervised, rows.supervised, atol=1e-4, rtol=0)
+
+
+def test_tokens_that_a_branch_must_not_see_do_not_change_it():
+    model = build("llama", "sdpa")
+    policy = PolicyModel(model, "sdpa", temperature=1.0, chunk_tokens=64)
+    tree = make_tree(make_reference(10, [4, 6], window=3), [[3, 2], [2, 3]])
+    changed = tree.branch_tokens.clone()
+    hidden_from_first = torch.nonzero(tree.branch_of_token != 0).flatten()
+    changed[hidden_from_first] = (changed[hidden_from_first] + 7) % VOCAB
+    reference = tree.reference.token_ids.clone()
+    reference[4:] = (reference[4:] + 5) % VOCAB
+    other = type(tree)(
+        type(tree.reference)(**{**vars(tree.reference), "token_ids": reference}),
+        changed,
+        tree.branch_lengths,
+        tree.sampler_logprobs,
+    )
+    with torch.no_grad():
+        first, second = (policy(TreeBatch.collate([t])).branch[:3] for t in (tree, other))
+    assert torch.equal(first, second)
+
+
+def test_gradients_of_tree_and_rows_agree():
+    gradients = []
+    for mode in ("sdpa", "rows"):
+        model = build("llama", "sdpa")
+        policy = PolicyModel(model, mode, temperature=0.6, chunk_tokens=4)
+        result = policy(TreeBatch.collate(trees()))
+        (result.branch.sum() + result.supervised.sum() + result.branch_entropy.sum()).backward()
+        gradients.append({name: p.grad for name, p in model.named_parameters()})
+    for name, gradient in gradients[0].items():
+        torch.testing.assert_close(gradient, gradients[1][name], atol=1e-3, rtol=1e-4, msg=name)
