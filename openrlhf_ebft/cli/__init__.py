@@ -1,0 +1,1 @@
+"""One file per command: parse, then import the heavy part, then run."""

@@ -1,0 +1,204 @@
+"""Rules between keys: each names the keys, their values and the nearest values that work."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from openrlhf_ebft.config.sections import EBFTConfig
+
+Rule = Callable[[EBFTConfig], Iterator[str]]
+
+
+def check_rules(config: EBFTConfig) -> list[str]:
+    """Returns one sentence for each broken rule, none for a configuration that can run."""
+    return [problem for rule in _RULES for problem in rule(config)]
+
+
+def list_notes(config: EBFTConfig) -> list[str]:
+    """Returns one sentence for each choice that is allowed but changes what a run means."""
+    return [note for rule in _NOTES for note in rule(config)]
+
+
+def nearest_multiples(value: int, divisor: int) -> list[int]:
+    """Returns the multiples of `divisor` next to `value` that are at least `divisor`, below first."""
+    below = value // divisor * divisor
+    return [multiple for multiple in (below, below + divisor) if multiple >= divisor]
+
+
+def _batch_divides(config: EBFTConfig) -> Iterator[str]:
+    policy = config.policy
+    unit = policy.num_ranks * policy.micro_batch_size
+    if policy.prompts_per_step % unit:
+        nearest = " or ".join(str(value) for value in nearest_multiples(policy.prompts_per_step, unit))
+        yield (
+            f"policy.prompts_per_step = {policy.prompts_per_step} does not divide into policy.num_ranks = "
+            f"{policy.num_ranks} times policy.micro_batch_size = {policy.micro_batch_size} ({unit} prompts at a time): "
+            f"set policy.prompts_per_step to {nearest}"
+        )
+
+
+def _advantage_has_siblings(config: EBFTConfig) -> Iterator[str]:
+    if config.rollout.samples_per_prompt == 1 and config.reward.advantage != "reinforce":
+        yield (
+            f"reward.advantage = {config.reward.advantage} compares a completion with its siblings, but "
+            "rollout.samples_per_prompt = 1: set rollout.samples_per_prompt to 2 or more, "
+            "or reward.advantage to reinforce"
+        )
+
+
+def _loss_has_a_term(config: EBFTConfig) -> Iterator[str]:
+    policy, reward = config.policy, config.reward
+    if policy.rl_coef == 0 and policy.ce_coef == 0:
+        yield "policy.rl_coef = 0 and policy.ce_coef = 0 leave nothing to learn from: set one of them above 0"
+    if policy.rl_coef > 0 and reward.alignment_coef == 0 and reward.diversity_coef == 0:
+        yield (
+            "reward.alignment_coef = 0 and reward.diversity_coef = 0 make every reward 0: set one of them above 0, "
+            f"or policy.rl_coef = {policy.rl_coef} to 0"
+        )
+
+
+def _sampling_explores(config: EBFTConfig) -> Iterator[str]:
+    if config.rollout.temperature == 0 and config.policy.rl_coef > 0:
+        yield (
+            "rollout.temperature = 0 samples the same completion every time, but policy.rl_coef = "
+            f"{config.policy.rl_coef} needs different ones: set rollout.temperature above 0 (0.6), "
+            "or policy.rl_coef to 0"
+        )
+    if config.rollout.top_k == 1 and config.policy.rl_coef > 0:
+        yield (
+            f"rollout.top_k = 1 samples the same completion every time, but policy.rl_coef = "
+            f"{config.policy.rl_coef} needs different ones: set rollout.top_k to 0 (off) or 2 or more"
+        )
+
+
+def _steps_fit_the_schedule(config: EBFTConfig) -> Iterator[str]:
+    policy, warmup = config.policy, config.optimizer.warmup_steps
+    if policy.max_steps is None:
+        return
+    total = policy.max_steps + policy.sft_warmup_steps
+    if total == 0:
+        yield "policy.max_steps = 0 and policy.sft_warmup_steps = 0 train nothing: set one of them to 1 or more"
+    elif warmup > total:
+        yield (
+            f"optimizer.warmup_steps = {warmup} is longer than the run, policy.max_steps = {policy.max_steps} + "
+            f"policy.sft_warmup_steps = {policy.sft_warmup_steps}: set optimizer.warmup_steps to {total} or less"
+        )
+
+
+def _lengths_fit(config: EBFTConfig) -> Iterator[str]:
+    data, rollout = config.data, config.rollout
+    needed = data.max_prompt_tokens + rollout.max_new_tokens
+    if rollout.max_model_len is not None and rollout.max_model_len < needed:
+        yield (
+            f"rollout.max_model_len = {rollout.max_model_len} is below data.max_prompt_tokens = "
+            f"{data.max_prompt_tokens} + rollout.max_new_tokens = {rollout.max_new_tokens}: set "
+            f"rollout.max_model_len to {needed} or more"
+        )
+    if rollout.min_length_limit > rollout.max_new_tokens:
+        yield (
+            f"rollout.min_length_limit = {rollout.min_length_limit} is above rollout.max_new_tokens = "
+            f"{rollout.max_new_tokens}: set rollout.min_length_limit to {rollout.max_new_tokens} or less"
+        )
+    if data.min_ground_truth_tokens > data.max_ground_truth_tokens:
+        yield (
+            f"data.min_ground_truth_tokens = {data.min_ground_truth_tokens} is above data.max_ground_truth_tokens = "
+            f"{data.max_ground_truth_tokens}: set data.min_ground_truth_tokens to at most that"
+        )
+
+
+def _data_is_read(config: EBFTConfig) -> Iterator[str]:
+    data = config.data
+    if data.messages_column is None and data.prompt_column == data.ground_truth_column:
+        yield (
+            f"data.prompt_column = {data.prompt_column} and data.ground_truth_column = {data.ground_truth_column} "
+            "are the same column: name two"
+        )
+    if data.chat_template is not None and data.messages_column is None and not data.apply_chat_template:
+        yield (
+            f"data.chat_template = {data.chat_template} is used only with chat rows, but data.messages_column = null "
+            "and data.apply_chat_template = false: set one of them"
+        )
+    if data.heldout_fraction == 1:
+        yield "data.heldout_fraction = 1 leaves no training rows: set data.heldout_fraction below 1 (0.05)"
+
+
+def _evaluation_has_rows(config: EBFTConfig) -> Iterator[str]:
+    evaluation, fraction = config.evaluation, config.data.heldout_fraction
+    if fraction == 0 and evaluation.max_examples > 0:
+        yield (
+            f"evaluation.max_examples = {evaluation.max_examples} needs held-out rows, but data.heldout_fraction = 0: "
+            "set data.heldout_fraction above 0 (0.05), or evaluation.max_examples to 0"
+        )
+    if evaluation.max_examples == 0 and evaluation.every_steps > 0:
+        yield (
+            f"evaluation.every_steps = {evaluation.every_steps} with evaluation.max_examples = 0 evaluates nothing: "
+            "set evaluation.max_examples to 1 or more, or evaluation.every_steps to 0"
+        )
+
+
+def _features_are_distinct(config: EBFTConfig) -> Iterator[str]:
+    fractions = config.features.layer_fractions
+    if len(set(fractions)) < len(fractions):
+        yield (
+            f"features.layer_fractions = {list(fractions)} names a depth twice: "
+            f"set features.layer_fractions to {sorted(set(fractions))}"
+        )
+
+
+def _engine_can_do_it(config: EBFTConfig) -> Iterator[str]:
+    rollout = config.rollout
+    if rollout.engine != "transformers":
+        return
+    if rollout.tensor_parallel_size > 1:
+        yield (
+            f"rollout.tensor_parallel_size = {rollout.tensor_parallel_size} needs rollout.engine = vllm, but "
+            "rollout.engine = transformers: set rollout.tensor_parallel_size to 1, or rollout.engine to vllm"
+        )
+    if rollout.weight_transfer in ("nccl", "ipc"):
+        yield (
+            f"rollout.weight_transfer = {rollout.weight_transfer} needs rollout.engine = vllm, but rollout.engine = "
+            "transformers: set rollout.weight_transfer to auto or object_store"
+        )
+
+
+def _offload_has_a_stage(config: EBFTConfig) -> Iterator[str]:
+    if config.deepspeed.offload_optimizer and config.deepspeed.zero_stage == 0:
+        yield (
+            "deepspeed.offload_optimizer = true needs sharded optimizer states, but deepspeed.zero_stage = 0: "
+            "set deepspeed.zero_stage to 1, 2 or 3, or deepspeed.offload_optimizer to false"
+        )
+
+
+def _note_sampling(config: EBFTConfig) -> Iterator[str]:
+    rollout = config.rollout
+    if rollout.samples_per_prompt == 1:
+        yield "rollout.samples_per_prompt = 1: the diversity term is 0, rewards are alignment alone"
+    if rollout.top_p < 1 or rollout.top_k > 0:
+        yield (
+            f"rollout.top_p = {rollout.top_p}, rollout.top_k = {rollout.top_k}: completions come from a truncated "
+            "distribution, while the policy loss uses the whole one, so its gradient is biased"
+        )
+    if rollout.sync_every_steps > 1:
+        yield f"rollout.sync_every_steps = {rollout.sync_every_steps}: completions may come from older weights"
+
+
+def _note_unread_keys(config: EBFTConfig) -> Iterator[str]:
+    optimizer = config.optimizer
+    if optimizer.schedule == "constant" and optimizer.min_lr_ratio > 0:
+        yield f"optimizer.min_lr_ratio = {optimizer.min_lr_ratio} is not used by optimizer.schedule = constant"
+
+
+_RULES: tuple[Rule, ...] = (
+    _batch_divides,
+    _advantage_has_siblings,
+    _loss_has_a_term,
+    _sampling_explores,
+    _steps_fit_the_schedule,
+    _lengths_fit,
+    _data_is_read,
+    _evaluation_has_rows,
+    _features_are_distinct,
+    _engine_can_do_it,
+    _offload_has_a_stage,
+)
+_NOTES: tuple[Rule, ...] = (_note_sampling, _note_unread_keys)

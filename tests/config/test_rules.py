@@ -1,0 +1,118 @@
+"""Every cross-field rule: what it rejects, which keys it names, and that the values it offers are accepted."""
+
+import pytest
+
+from openrlhf_ebft.config import ConfigError, load_config
+from openrlhf_ebft.config.rules import list_notes, nearest_multiples
+
+
+@pytest.fixture
+def problems(write_config):
+    def check(*flags):
+        try:
+            load_config(write_config(), flags)
+        except ConfigError as error:
+            return error.problems
+        return ()
+
+    return check
+
+
+BATCH = ("--policy.micro_batch_size=2", "--policy.num_ranks=7")
+
+
+def test_case_b12_batch_that_does_not_divide(problems):
+    (problem,) = problems("--policy.prompts_per_step=256", *BATCH)
+    for text in ("policy.prompts_per_step = 256", "policy.num_ranks = 7", "policy.micro_batch_size = 2", "252 or 266"):
+        assert text in problem
+
+
+@pytest.mark.parametrize("value", [252, 266])
+def test_case_b12_offered_values_work(problems, value):
+    assert problems(f"--policy.prompts_per_step={value}", *BATCH) == ()
+
+
+def test_nearest_multiple_is_never_zero(problems):
+    (problem,) = problems("--policy.prompts_per_step=5", *BATCH)
+    assert problem.endswith("set policy.prompts_per_step to 14")
+    assert nearest_multiples(5, 14) == [14]
+    assert nearest_multiples(28, 14) == [28, 42]
+
+
+REJECTED = [
+    (["rollout.samples_per_prompt=1"], ["reward.advantage = rloo", "rollout.samples_per_prompt = 1", "reinforce"]),
+    (["rollout.samples_per_prompt=1", "reward.advantage=group_norm"], ["reward.advantage = group_norm"]),
+    (["policy.rl_coef=0", "policy.ce_coef=0"], ["policy.rl_coef = 0", "policy.ce_coef = 0", "above 0"]),
+    (["reward.alignment_coef=0", "reward.diversity_coef=0"], ["reward.alignment_coef = 0", "policy.rl_coef = 1.0"]),
+    (["rollout.temperature=0"], ["rollout.temperature = 0", "policy.rl_coef = 1.0"]),
+    (["rollout.top_k=1"], ["rollout.top_k = 1", "policy.rl_coef = 1.0"]),
+    (
+        ["policy.max_steps=3", "optimizer.warmup_steps=5", "policy.sft_warmup_steps=1"],
+        ["= 5", "= 3", "= 1", "4 or less"],
+    ),
+    (["policy.max_steps=0"], ["policy.max_steps = 0", "policy.sft_warmup_steps = 0"]),
+    (["rollout.max_model_len=1000"], ["rollout.max_model_len = 1000", "= 1024", "= 256", "1280 or more"]),
+    (["rollout.max_new_tokens=4"], ["rollout.min_length_limit = 8", "rollout.max_new_tokens = 4"]),
+    (["data.min_ground_truth_tokens=9", "data.max_ground_truth_tokens=8"], ["= 9", "= 8"]),
+    (["data.prompt_column=text", "data.ground_truth_column=text"], ["data.prompt_column = text", "the same column"]),
+    (["data.chat_template=t.jinja"], ["data.chat_template = t.jinja", "data.messages_column = null"]),
+    (["data.heldout_fraction=1"], ["data.heldout_fraction = 1"]),
+    (["data.heldout_fraction=0"], ["evaluation.max_examples = 24", "data.heldout_fraction = 0"]),
+    (["evaluation.max_examples=0", "evaluation.every_steps=2"], ["evaluation.every_steps = 2"]),
+    (["features.layer_fractions=[0.5, 0.25, 0.5]"], ["names a depth twice", "[0.25, 0.5]"]),
+    (["rollout.engine=transformers", "rollout.tensor_parallel_size=2"], ["rollout.tensor_parallel_size = 2"]),
+    (["rollout.engine=transformers", "rollout.weight_transfer=nccl"], ["rollout.weight_transfer = nccl"]),
+    (["deepspeed.offload_optimizer=true"], ["deepspeed.offload_optimizer = true", "deepspeed.zero_stage = 0"]),
+]
+
+
+@pytest.mark.parametrize(("flags", "texts"), REJECTED)
+def test_rejected(problems, flags, texts):
+    (problem,) = problems(*(f"--{flag}" for flag in flags))
+    for text in texts:
+        assert text in problem
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["rollout.samples_per_prompt=1", "reward.advantage=reinforce"],
+        ["rollout.samples_per_prompt=2"],
+        ["policy.rl_coef=0"],
+        ["policy.rl_coef=0", "rollout.temperature=0"],
+        ["reward.alignment_coef=0"],
+        ["policy.max_steps=3", "optimizer.warmup_steps=4", "policy.sft_warmup_steps=1"],
+        ["policy.max_steps=0", "policy.sft_warmup_steps=1"],
+        ["optimizer.warmup_steps=500"],
+        ["rollout.max_model_len=1280"],
+        ["rollout.max_new_tokens=8"],
+        ["data.chat_template=t.jinja", "data.apply_chat_template=true"],
+        ["data.chat_template=t.jinja", "data.messages_column=messages"],
+        ["data.heldout_fraction=0", "evaluation.max_examples=0"],
+        ["deepspeed.offload_optimizer=true", "deepspeed.zero_stage=2"],
+        ["rollout.engine=transformers", "rollout.weight_transfer=object_store"],
+    ],
+)
+def test_accepted(problems, flags):
+    assert problems(*(f"--{flag}" for flag in flags)) == ()
+
+
+def test_all_broken_rules_come_at_once(problems):
+    assert len(problems("--rollout.samples_per_prompt=1", "--rollout.temperature=0", "--data.heldout_fraction=1")) == 3
+
+
+@pytest.mark.parametrize(
+    ("flags", "texts"),
+    [
+        ([], []),
+        (["rollout.samples_per_prompt=1", "reward.advantage=reinforce"], ["diversity term is 0"]),
+        (["rollout.top_p=0.9"], ["rollout.top_p = 0.9"]),
+        (["rollout.sync_every_steps=2"], ["older weights"]),
+        (["optimizer.min_lr_ratio=0.1"], ["optimizer.min_lr_ratio = 0.1"]),
+    ],
+)
+def test_notes(write_config, flags, texts):
+    notes = list_notes(load_config(write_config(), [f"--{flag}" for flag in flags]))
+    assert len(notes) == len(texts)
+    for note, text in zip(notes, texts, strict=True):
+        assert text in note
