@@ -1,0 +1,44 @@
+# Every target does its own set-up. PYTHON may name an interpreter; any Python 3.9 or newer starts the installer,
+# which looks for a 3.11 or 3.12 for the environment.
+PYTHON ?= python3
+VENV := $(CURDIR)/.venv
+RUN := $(VENV)/bin
+MODEL := models/SmolLM2-135M-Instruct
+DATA := datasets/stdlib_pairs.jsonl
+CHECKED := openrlhf_ebft tests scripts setup.py
+
+# DeepSpeed looks for ninja on PATH when it compiles its extension.
+WITH_PATH := PATH="$(RUN):$$PATH"
+
+.PHONY: help install quickstart test lint clean
+
+help:
+	@echo "make install     make .venv with the CPU or the GPU stack (repeatable)"
+	@echo "make quickstart  fine-tune a small real model on real data, set-up included"
+	@echo "make test        run the tests, set-up included"
+	@echo "make lint        ruff and mypy, set-up included"
+	@echo "make clean       remove caches and build leftovers; keeps .venv, models, datasets and runs"
+
+install:
+	@$(PYTHON) scripts/install.py
+
+$(MODEL)/config.json: | install
+	$(RUN)/openrlhf-ebft prepare-model smollm2-135m --out $(MODEL)
+
+$(DATA): | install
+	$(RUN)/openrlhf-ebft prepare-data stdlib --out $(DATA)
+
+quickstart: install $(MODEL)/config.json $(DATA)
+	$(WITH_PATH) $(RUN)/openrlhf-ebft train examples/quickstart.yaml
+
+test: install
+	$(WITH_PATH) $(RUN)/python -m pytest
+
+lint: install
+	$(RUN)/ruff check $(CHECKED)
+	$(RUN)/ruff format --check $(CHECKED)
+	$(RUN)/mypy
+
+clean:
+	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache
+	find $(CHECKED) -name __pycache__ -type d -prune -exec rm -rf {} +
