@@ -1,0 +1,189 @@
+"""A logits processor in four steps: select candidates, score them, normalise, shift."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import LogitsProcessor
+
+from openrlhf_ebft.rad.candidates import check_policy, select_candidates
+from openrlhf_ebft.rad.prompt_mask import PromptMask
+from openrlhf_ebft.rad.values import BaseCandidateValue, CandidateValue, StepContext
+
+NORMALIZATIONS = ("clamp", "minmax", "softmax", "none")
+# Candidate values closer together than this count as equal for `minmax`.
+_FLAT = 1e-8
+
+
+@dataclass(frozen=True)
+class ValueStepRecord:
+    """One step of a processor, on the CPU; what a trace collects. B rows, K candidates.
+
+    Attributes:
+        prefix_length: tokens before this step, padding included.
+        candidate_ids: [B, K] int64.
+        candidate_scores: [B, K] scores that came in.
+        values: [B, K] what the value returned.
+        normalized: [B, K] after normalisation and inversion; beta times this was added.
+        valid: [B, K] bool, False where a row has fewer candidates than K.
+    """
+
+    prefix_length: int
+    candidate_ids: torch.Tensor
+    candidate_scores: torch.Tensor
+    values: torch.Tensor
+    normalized: torch.Tensor
+    valid: torch.Tensor
+
+
+class ValueGuidedProcessor(LogitsProcessor):
+    """Adds `beta * normalize(value)` to the candidates' scores and masks all other tokens.
+
+    Memory between steps belongs to the value and is keyed on tokens, so the processor is a function of
+    (prefix, scores): rewinds, reordered rows and another prompt are fine. Each processor takes its own copy of the
+    value's memory, so two generate calls at the same time do not meet.
+
+    Args:
+        value: callable from :class:`StepContext` to [B, K].
+        policy, k, p, max_candidates: see :func:`select_candidates`.
+        beta: factor of the normalised values, logit units.
+        normalize: `clamp` (to [0, 1], each value by itself), `minmax` (over the row's candidates; 0.5 when all are
+            equal), `softmax` (over the row's candidates), `none`.
+        invert: use 1 - value, after the normalisation.
+        mask_non_candidates: set every other token to -inf (with `surviving` there is none to set).
+        lm_tokenizer: handed to the value; its pad and end tokens are read when no mask is given.
+        model: handed to the value.
+        prompt_ids, attention_mask: [rows, P], the prompt and its mask; see :class:`PromptMask`.
+        trace: list that receives one :class:`ValueStepRecord` per call, or None.
+
+    Raises:
+        ValueError: unknown policy or normalisation, impossible k, p or mask; at a step: a value of the wrong shape, or
+            NaN for a candidate (the message names step, row and token).
+    """
+
+    def __init__(
+        self,
+        value: CandidateValue,
+        *,
+        policy: str = "top_k",
+        k: int | None = 20,
+        p: float | None = None,
+        beta: float = 1.0,
+        normalize: str = "none",
+        invert: bool = False,
+        mask_non_candidates: bool = True,
+        max_candidates: int | None = None,
+        lm_tokenizer: Any = None,
+        model: Any = None,
+        prompt_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        trace: list[ValueStepRecord] | None = None,
+    ) -> None:
+        check_policy(policy, k, p, max_candidates)
+        if normalize not in NORMALIZATIONS:
+            raise ValueError(f"normalize must be one of {', '.join(NORMALIZATIONS)}, got {normalize!r}")
+        self.value = value.for_call() if isinstance(value, BaseCandidateValue) else value
+        self.policy, self.k, self.p, self.max_candidates = policy, k, p, max_candidates
+        self.beta = float(beta)
+        self.normalize = normalize
+        self.invert = invert
+        self.mask_non_candidates = mask_non_candidates
+        self.lm_tokenizer = lm_tokenizer
+        self.model = model
+        self.trace = trace
+        pad = None if lm_tokenizer is None else lm_tokenizer.pad_token_id
+        eos = None if lm_tokenizer is None else lm_tokenizer.eos_token_id
+        self._prompt_mask = PromptMask(prompt_ids, attention_mask, pad, eos)
+        self._prompt_length = None if prompt_ids is None else prompt_ids.size(1)
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """Shifted scores [B, V] from the prefix [B, T] int64 and the incoming scores [B, V]."""
+        ids, valid = self._select(scores)
+        values = self._score(input_ids, ids, valid)
+        normalized = normalize_values(values, valid, self.normalize)
+        if self.invert:
+            normalized = 1 - normalized
+        if self.trace is not None:
+            self.trace.append(self._record(input_ids, scores, ids, values, normalized, valid))
+        return self._shift(scores, ids, normalized, valid)
+
+    def _select(self, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        limit = self.value.vocab_limit if isinstance(self.value, BaseCandidateValue) else None
+        if limit is not None:
+            scores = scores[:, :limit]
+        return select_candidates(scores, self.policy, k=self.k, p=self.p, max_candidates=self.max_candidates)
+
+    def _score(self, input_ids: torch.Tensor, ids: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
+        context = StepContext(
+            prefix_ids=input_ids,
+            candidate_ids=ids,
+            lm_tokenizer=self.lm_tokenizer,
+            attention_mask=self._prompt_mask.for_prefix(input_ids),
+            model=self.model,
+        )
+        values = self.value(context)
+        if tuple(values.shape) != tuple(ids.shape):
+            raise ValueError(
+                f"the value must return one score per candidate, {tuple(ids.shape)}, got {tuple(values.shape)}"
+            )
+        values = values.to(device=ids.device, dtype=torch.float32)
+        bad = values.isnan() & valid
+        if bool(bad.any()):
+            row, column = bad.nonzero()[0].tolist()
+            raise ValueError(
+                f"the reward is NaN at {self._step_name(input_ids)}, row {row}, candidate token "
+                f"{int(ids[row, column])}; check the reward model's weights and precision"
+            )
+        return values
+
+    def _step_name(self, input_ids: torch.Tensor) -> str:
+        tokens = input_ids.size(1)
+        if self._prompt_length is None or tokens < self._prompt_length:
+            return f"the step after {tokens} tokens"
+        return f"step {tokens - self._prompt_length} (after {tokens} tokens)"
+
+    def _record(
+        self,
+        input_ids: torch.Tensor,
+        scores: torch.Tensor,
+        ids: torch.Tensor,
+        values: torch.Tensor,
+        normalized: torch.Tensor,
+        valid: torch.Tensor,
+    ) -> ValueStepRecord:
+        incoming = scores.gather(1, ids)
+        tensors = [tensor.detach().cpu() for tensor in (ids, incoming, values, normalized, valid)]
+        return ValueStepRecord(input_ids.size(1), *tensors)
+
+    def _shift(
+        self, scores: torch.Tensor, ids: torch.Tensor, normalized: torch.Tensor, valid: torch.Tensor
+    ) -> torch.Tensor:
+        incoming = scores.gather(1, ids)
+        # Invalid entries keep the score that came in: they stand for tokens already at -inf or outside the set.
+        shifted = torch.where(valid, incoming + (self.beta * normalized).to(scores.dtype), incoming)
+        if not self.mask_non_candidates:
+            return scores.scatter(1, ids, shifted)
+        masked = torch.full_like(scores, float("-inf"))
+        return masked.scatter(1, ids, shifted.masked_fill(~valid, float("-inf")))
+
+
+def normalize_values(values: torch.Tensor, valid: torch.Tensor, mode: str) -> torch.Tensor:
+    """Normalised values [B, K]; `minmax` and `softmax` look at a row's valid candidates only.
+
+    Args:
+        values: [B, K] float.
+        valid: [B, K] bool.
+        mode: one of NORMALIZATIONS.
+    """
+    if mode == "clamp":
+        return values.clamp(0.0, 1.0)
+    if mode == "softmax":
+        return torch.softmax(values.masked_fill(~valid, float("-inf")), dim=-1).nan_to_num(0.0)
+    if mode == "minmax":
+        low = values.masked_fill(~valid, float("inf")).amin(dim=-1, keepdim=True)
+        span = values.masked_fill(~valid, float("-inf")).amax(dim=-1, keepdim=True) - low
+        scaled = (values - low) / span.clamp_min(_FLAT)
+        return torch.where(span > _FLAT, scaled, torch.full_like(values, 0.5))
+    return values
