@@ -13,7 +13,7 @@ from torch import Tensor
 from openrlhf_ebft.core.rewards import GroupRewards
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Terms:
     """Rewards split into the part of the sample alone and the part of its siblings; zeros where not finite."""
 
@@ -73,6 +73,16 @@ ESTIMATORS: dict[str, Callable[[_Terms], Tensor]] = {
 }
 
 
+def check_estimator(estimator: str, num_samples: int) -> None:
+    """Raise ValueError for an unknown estimator, no samples, or one sample where siblings are needed."""
+    if estimator not in ESTIMATORS:
+        raise ValueError(f"unknown estimator {estimator!r}, known: {', '.join(ESTIMATORS)}")
+    if num_samples < 1:
+        raise ValueError(f"a group needs at least 1 sample, got {num_samples}")
+    if num_samples == 1 and estimator != "reinforce":
+        raise ValueError(f"estimator {estimator!r} needs n >= 2 rollouts per group, got n = 1: use 'reinforce'")
+
+
 @torch.no_grad()
 def compute_advantages(rewards: GroupRewards | Tensor, estimator: str = "rloo") -> Tensor:
     """Advantage of every rollout in its group.
@@ -88,13 +98,10 @@ def compute_advantages(rewards: GroupRewards | Tensor, estimator: str = "rloo") 
     Raises:
         ValueError: unknown estimator, no samples, or n = 1 with an estimator that needs siblings.
     """
-    if estimator not in ESTIMATORS:
-        raise ValueError(f"unknown estimator {estimator!r}, known: {', '.join(ESTIMATORS)}")
     reward = rewards if isinstance(rewards, Tensor) else rewards.reward
-    if not reward.is_floating_point() or reward.ndim < 1 or reward.shape[-1] < 1:
-        raise ValueError(f"rewards must be floating (..., n) with n >= 1, got {reward.dtype} {tuple(reward.shape)}")
-    if reward.shape[-1] == 1 and estimator != "reinforce":
-        raise ValueError(f"estimator {estimator!r} needs n >= 2 rollouts per group, got n = 1: use 'reinforce'")
+    if not reward.is_floating_point() or reward.ndim < 1:
+        raise ValueError(f"rewards must be floating (..., n), got {reward.dtype} {tuple(reward.shape)}")
+    check_estimator(estimator, reward.shape[-1])
     finite = reward.isfinite()
     if isinstance(rewards, Tensor):
         own, shared = reward.double(), torch.zeros_like(reward, dtype=torch.float64)

@@ -16,7 +16,7 @@ from openrlhf_ebft.core.whitening import whitened_products
 Whitening = Literal["feature", "sample", "none"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class GroupRewards:
     """Rewards of groups, float64. ``alignment`` and ``diversity`` are before the factor 2 and the coefficients."""
 

@@ -1,0 +1,236 @@
+"""Gathers the groups of a training step from several feature networks and turns them into advantages and statistics.
+
+Nothing is computed before the step is complete, and then in the order in which the step was announced: the result
+depends neither on the order of arrival nor on which replica sent which group.
+"""
+
+import logging
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from openrlhf_ebft.core.advantages import check_estimator, compute_advantages
+from openrlhf_ebft.core.gram import require_floating
+from openrlhf_ebft.core.rewards import GroupRewards, Whitening, compute_rewards
+
+logger = logging.getLogger(__name__)
+
+GroupId = Hashable
+"""Names a group, for example (example id, anchor number)."""
+
+# An advantage below this moves nothing; rounding of equal completions' features in different batches stays below it.
+ZERO_ADVANTAGE = 1e-6
+
+
+@dataclass(frozen=True)
+class MissingSamples:
+    """How many of a group's samples came."""
+
+    expected: int
+    received: int
+
+
+@dataclass(frozen=True)
+class StepStatistics:
+    """Exact means over all samples (or groups) of a step, not means of means."""
+
+    alignment: float  # over samples, before the factor 2 and the coefficient
+    diversity: float  # over samples, likewise
+    reward_mean: float  # over samples
+    reward_std: float  # over samples, divisor samples - 1; 0 for one sample
+    raw_alignment: float  # over samples: cosine before whitening
+    cfm: float  # over groups
+    cfm_unbiased: float | None  # over groups with two or more samples; None if there is none
+    zero_advantage_share: float  # share of groups in which no sample has an advantage
+    num_groups: int
+    num_samples: int
+
+
+@dataclass(frozen=True, eq=False)
+class StepRewards:
+    """Result of a step; incomplete groups are in ``missing`` and nowhere else."""
+
+    advantages: dict[GroupId, Tensor]  # (n,) float32 per group
+    rewards: dict[GroupId, Tensor]  # (n,) float32 per group
+    statistics: StepStatistics
+    missing: dict[GroupId, MissingSamples]
+
+
+class RewardAggregator:
+    """Collects the inner products of every group of a step, then computes rewards once over the whole step.
+
+    Several steps may be open at the same time.
+    """
+
+    def __init__(
+        self,
+        *,
+        alignment_coef: float = 1.0,
+        diversity_coef: float = 1.0,
+        whitening: Whitening = "feature",
+        whiten_tol: float = 1e-5,
+        estimator: str = "rloo",
+    ) -> None:
+        self._alignment_coef = alignment_coef
+        self._diversity_coef = diversity_coef
+        self._whitening = whitening
+        self._whiten_tol = whiten_tol
+        self._estimator = estimator
+        self._expected: dict[int, dict[GroupId, int]] = {}
+        self._grams: dict[int, dict[GroupId, Tensor]] = {}
+        self._said_single = False
+
+    def start(self, step: int, expected: Mapping[GroupId, int]) -> None:
+        """Announce a step: the number of samples of every group. Its order is the order of the result.
+
+        Raises:
+            ValueError: the step is open already, holds no group, or a group has no sample, or one sample with an
+                estimator that needs siblings.
+        """
+        if step in self._expected:
+            raise ValueError(f"step {step} is open already")
+        if not expected:
+            raise ValueError(f"step {step} has no groups")
+        for group, count in expected.items():
+            try:
+                check_estimator(self._estimator, count)
+            except ValueError as error:
+                raise ValueError(f"step {step}, group {group!r}: {error}") from None
+        if 1 in expected.values() and not self._said_single:
+            self._said_single = True
+            logger.warning("groups of one sample: diversity is 0 and the reward has no baseline")
+        self._expected[step] = dict(expected)
+        self._grams[step] = {}
+
+    def add(self, step: int, group_ids: Sequence[GroupId], gram: Tensor) -> None:
+        """Take groups of one size from a feature network; all of them or, after an error, none.
+
+        A group that came with too few samples may come again with more; an equal copy of a group is ignored.
+
+        Args:
+            step: an open step.
+            group_ids: G names.
+            gram: (G, n+1, n+1) raw inner products (`group_gram`), the ground truth last.
+        Raises:
+            ValueError: step not open, unknown group, shape, too many samples, non-finite products, or a second and
+                different delivery; groups are named.
+        """
+        expected = self._open(step)
+        require_floating("gram", gram)
+        if gram.ndim != 3 or gram.shape[0] != len(group_ids) or gram.shape[1] != gram.shape[2] or gram.shape[1] < 2:
+            raise ValueError(f"gram must be ({len(group_ids)}, n+1, n+1) for {len(group_ids)} groups, got {gram.shape}")
+        unknown = [group for group in group_ids if group not in expected]
+        if unknown:
+            raise ValueError(f"step {step} does not expect groups {unknown[:10]!r} ({len(unknown)} in all)")
+        finite = gram.isfinite().flatten(1).all(-1).tolist()
+        bad = [group for group, good in zip(group_ids, finite, strict=True) if not good]
+        if bad:
+            raise ValueError(f"step {step}: non-finite embeddings in groups {bad[:10]!r} ({len(bad)} in all)")
+        taken = dict(self._grams[step])
+        for group, products in zip(group_ids, gram.detach().to("cpu", torch.float64), strict=True):
+            self._check_delivery(step, group, products, taken.get(group))
+            taken[group] = products
+        self._grams[step] = taken
+
+    def missing(self, step: int) -> dict[GroupId, MissingSamples]:
+        """Groups of an open step of which samples have not come."""
+        expected = self._open(step)
+        came = {group: len(gram) - 1 for group, gram in self._grams[step].items()}
+        return {
+            group: MissingSamples(count, came.get(group, 0))
+            for group, count in expected.items()
+            if came.get(group, 0) < count
+        }
+
+    def finish(self, step: int, *, drop_incomplete: bool = False) -> StepRewards:
+        """Rewards, advantages and statistics of a step, which is closed then.
+
+        Args:
+            step: an open step.
+            drop_incomplete: leave out groups with missing samples, and report them in the result.
+        Raises:
+            ValueError: samples are missing (named; the step stays open for late groups), or no group is complete.
+        """
+        missing = self.missing(step)
+        if missing and not drop_incomplete:
+            raise ValueError(f"step {step}: {_describe(missing)}")
+        complete = [group for group in self._expected[step] if group not in missing]
+        if not complete:
+            raise ValueError(f"step {step}: no group is complete; {_describe(missing)}")
+        grams = self._grams[step]
+        batches = []
+        for size in sorted({len(grams[group]) for group in complete}):
+            names = [group for group in complete if len(grams[group]) == size]
+            rewards = self._rewards(torch.stack([grams[group] for group in names]))
+            batches.append((names, rewards, compute_advantages(rewards, self._estimator)))
+        del self._expected[step], self._grams[step]
+        by_group = {
+            group: (advantage.float(), reward.float())
+            for names, rewards, advantages in batches
+            for group, advantage, reward in zip(names, advantages, rewards.reward, strict=True)
+        }
+        return StepRewards(
+            advantages={group: by_group[group][0] for group in complete},
+            rewards={group: by_group[group][1] for group in complete},
+            statistics=_statistics([(rewards, advantages) for _, rewards, advantages in batches]),
+            missing=missing,
+        )
+
+    def discard(self, step: int) -> None:
+        """Forget an open step, for example to run it again after a failure."""
+        self._open(step)
+        del self._expected[step], self._grams[step]
+
+    def _open(self, step: int) -> dict[GroupId, int]:
+        if step not in self._expected:
+            raise ValueError(f"step {step} is not open; open steps: {sorted(self._expected)}")
+        return self._expected[step]
+
+    def _check_delivery(self, step: int, group: GroupId, products: Tensor, before: Tensor | None) -> None:
+        samples, expected = len(products) - 1, self._expected[step][group]
+        if samples > expected:
+            raise ValueError(f"step {step}, group {group!r}: expected {expected} samples, got {samples}")
+        if before is not None and len(products) <= len(before) and not torch.equal(products, before):
+            raise ValueError(
+                f"step {step}, group {group!r} came twice with different values "
+                f"({len(before) - 1}, then {samples} of {expected} samples)"
+            )
+
+    def _rewards(self, gram: Tensor) -> GroupRewards:
+        return compute_rewards(
+            gram,
+            alignment_coef=self._alignment_coef,
+            diversity_coef=self._diversity_coef,
+            whitening=self._whitening,
+            whiten_tol=self._whiten_tol,
+        )
+
+
+def _describe(missing: Mapping[GroupId, MissingSamples]) -> str:
+    some = [f"{group!r} ({count.received} of {count.expected})" for group, count in list(missing.items())[:10]]
+    return f"{len(missing)} groups with missing samples: {', '.join(some)}"
+
+
+def _statistics(batches: Sequence[tuple[GroupRewards, Tensor]]) -> StepStatistics:
+    """Statistics of batches of groups, each (groups, n) with its own n."""
+
+    def gather(field: str) -> Tensor:
+        return torch.cat([getattr(rewards, field).flatten() for rewards, _ in batches])
+
+    reward, unbiased = gather("reward"), gather("cfm_unbiased")
+    unbiased = unbiased[unbiased.isfinite()]
+    idle = torch.cat([(advantages.abs() <= ZERO_ADVANTAGE).all(-1) for _, advantages in batches])
+    return StepStatistics(
+        alignment=gather("alignment").mean().item(),
+        diversity=gather("diversity").mean().item(),
+        reward_mean=reward.mean().item(),
+        reward_std=reward.std().item() if len(reward) > 1 else 0.0,
+        raw_alignment=gather("raw_alignment").mean().item(),
+        cfm=gather("cfm").mean().item(),
+        cfm_unbiased=unbiased.mean().item() if len(unbiased) else None,
+        zero_advantage_share=idle.double().mean().item(),
+        num_groups=len(idle),
+        num_samples=len(reward),
+    )
