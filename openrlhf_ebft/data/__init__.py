@@ -1,0 +1,1 @@
+"""From files and datasets to token ids: reading, checking, splitting, tokenising, batching."""
