@@ -28,29 +28,25 @@ def token_logprobs(logits: Tensor, targets: Tensor, temperature: Tensor | float)
 
 
 def chunked_logprobs(
-    head: Callable[[Tensor], Tensor], hidden: Tensor, targets: Tensor, temperature: Tensor, chunk_tokens: int
+    head: Callable[[Tensor], Tensor], hidden: Tensor, targets: Tensor, temperature: Tensor, num_chunks: int
 ) -> tuple[Tensor, Tensor]:
-    """`token_logprobs` of head(hidden), at most `chunk_tokens` rows of logits alive at a time.
+    """`token_logprobs` of head(hidden), one of `num_chunks` pieces at a time.
 
     Args:
-        head: maps (P, H) hidden states to (P, V) logits.
-        hidden: (P, H) states of the predicting tokens.
+        head: maps (P, H) hidden states to (P, V) logits; called exactly `num_chunks` times, and as often again in the
+            backward pass, which recomputes a piece's logits instead of keeping them.
+        hidden: (P, H) states of the predicting tokens; P may be 0, which keeps the gradient path of the head.
         targets: (P,) int64.
         temperature: (P,) float32.
-        chunk_tokens: rows of one chunk; the backward pass recomputes a chunk's logits instead of keeping them.
+        num_chunks: at least 1. Sharded heads gather weights in every call, so all ranks must use the same number.
     """
 
     def one_chunk(rows: Tensor, row_targets: Tensor, row_temperature: Tensor) -> tuple[Tensor, Tensor]:
         return token_logprobs(head(rows), row_targets, row_temperature)
 
-    if hidden.shape[0] == 0:
-        # Keeps the graph whole, so that a batch without targets still has (zero) gradients for every parameter.
-        zero = head(hidden).float().sum() + hidden.float().sum()
-        return zero.expand(0), zero.expand(0)
     parts = []
-    for start in range(0, hidden.shape[0], chunk_tokens):
-        rows = slice(start, start + chunk_tokens)
-        arguments = (hidden[rows], targets[rows], temperature[rows])
+    pieces = zip(*(tensor.tensor_split(num_chunks) for tensor in (hidden, targets, temperature)), strict=True)
+    for arguments in pieces:
         if torch.is_grad_enabled():
             parts.append(checkpoint(one_chunk, *arguments, use_reentrant=False))
         else:

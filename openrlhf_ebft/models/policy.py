@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -36,15 +37,24 @@ class PolicyModel(nn.Module):
         self.spec = attention_spec(model.config, model.config._attn_implementation)
         self.head = LogitsHead(model)
 
-    def forward(self, batch: TreeBatch) -> TreeLogprobs:
-        """Log-probabilities of every branch token and every supervised token of `batch` (on the model's device)."""
+    def num_chunks(self, batch: TreeBatch) -> int:
+        """Pieces in which the logits of `batch` are computed."""
+        return max(1, math.ceil((batch.branch_tokens.numel() + batch.supervised_targets.numel()) / self.chunk_tokens))
+
+    def forward(self, batch: TreeBatch, num_chunks: int | None = None) -> TreeLogprobs:
+        """Log-probabilities of every branch token and every supervised token of `batch` (on the model's device).
+
+        `num_chunks` overrides the number of pieces, for ranks that must agree on it.
+        """
         hidden = forward_tree(self._backbone, batch, self.mode, self.spec, self.model.dtype).flatten(0, 1)
         predictors = torch.cat([batch.branch_predictors, batch.supervised_predictors])
         targets = torch.cat([batch.branch_tokens, batch.supervised_targets])
         num_branch = batch.branch_tokens.numel()
         temperature = torch.ones(targets.numel(), device=hidden.device)
         temperature[:num_branch] = self.temperature
-        logprobs, entropy = chunked_logprobs(self.head, hidden[predictors], targets, temperature, self.chunk_tokens)
+        logprobs, entropy = chunked_logprobs(
+            self.head, hidden[predictors], targets, temperature, num_chunks or self.num_chunks(batch)
+        )
         return TreeLogprobs(logprobs[:num_branch], entropy[:num_branch], logprobs[num_branch:])
 
     def _backbone(self, input_ids: Tensor, mask: Tensor | dict[str, Tensor], position_ids: Tensor) -> Tensor:

@@ -63,7 +63,7 @@ def test_temperature_enters_logprobs_and_entropy_once():
     assert again.item() == logprob.item(), "the logits were scaled in place"
 
 
-@pytest.mark.parametrize("chunk", [1, 3, 7, 100])
+@pytest.mark.parametrize("chunk", [1, 3, 7, 10])
 def test_chunked_logprobs_equal_plain_ones_with_gradients(chunk):
     torch.manual_seed(0)
     head = torch.nn.Linear(8, 20)
@@ -90,7 +90,7 @@ def test_empty_batch_gives_zero_loss_and_zero_gradients(mode):
     head = torch.nn.Linear(8, 20)
     hidden = torch.randn(4, 8, requires_grad=True)
     empty = torch.empty(0, dtype=torch.long)
-    logprobs, _ = chunked_logprobs(head, hidden[empty], empty, torch.ones(0), 16)
+    logprobs, _ = chunked_logprobs(head, hidden[empty], empty, torch.ones(0), 2)
     loss = aggregate(on_policy_loss(logprobs, torch.ones(0)), empty, GlobalCount(0, 0), mode, max_tokens=8)
     loss.backward()
     assert loss.item() == 0.0

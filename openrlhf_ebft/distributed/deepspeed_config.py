@@ -1,0 +1,36 @@
+"""DeepSpeed's configuration, derived from ours."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from openrlhf_ebft.config.sections import EBFTConfig
+
+
+def deepspeed_config(config: EBFTConfig) -> dict[str, Any]:
+    """The dictionary that `deepspeed.initialize` takes.
+
+    The trainer decides itself when a step ends (`managed_gradient_accumulation` off), since the last batch of an epoch
+    has fewer micro-batches; losses arrive normalised by global counts, so DeepSpeed must not scale them.
+    """
+    stage, dtype = config.deepspeed.zero_stage, config.model.dtype
+    if stage == 0 and dtype == "bfloat16":
+        # DeepSpeed's bfloat16 optimizer that accumulates gradients in float32 goes by the name of stage 1.
+        stage = 1
+    zero: dict[str, Any] = {"stage": stage}
+    if config.deepspeed.offload_optimizer:
+        zero["offload_optimizer"] = {"device": "cpu"}
+    return {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "managed_gradient_accumulation": False,
+        "gradient_clipping": config.optimizer.max_grad_norm,
+        "zero_optimization": zero,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        # Without it, stage 1 leaves a micro-batch's gradient in place and adds it again with the next one.
+        "bf16": {"enabled": dtype == "bfloat16", "immediate_grad_update": stage == 1},
+        "fp16": {"enabled": dtype == "float16"},
+        "data_types": {"grad_accum_dtype": "fp32" if stage > 0 or dtype == "float32" else "fp16"},
+        "steps_per_print": 10**9,
+    }

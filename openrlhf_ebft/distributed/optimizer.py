@@ -1,0 +1,46 @@
+"""AdamW's parameter groups and the learning-rate schedule."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import nn
+from torch.optim import AdamW
+from torch.optim.lr_scheduler import LambdaLR
+
+from openrlhf_ebft.config.sections import OptimizerConfig
+
+
+def build_optimizer(model: nn.Module, config: OptimizerConfig) -> AdamW:
+    """AdamW over the trainable parameters; vectors (norms, biases) get no weight decay."""
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    # A ZeRO-3 parameter is an empty shard here; its real shape stays in ds_shape.
+    is_matrix = [len(getattr(p, "ds_shape", p.shape)) > 1 for p in trainable]
+    groups = [
+        {"params": [p for p, m in zip(trainable, is_matrix, strict=True) if m], "weight_decay": config.weight_decay},
+        {"params": [p for p, m in zip(trainable, is_matrix, strict=True) if not m], "weight_decay": 0.0},
+    ]
+    groups = [group for group in groups if group["params"]]
+    return AdamW(groups, lr=config.learning_rate, betas=config.betas, eps=config.eps)
+
+
+def schedule_factor(step: int, config: OptimizerConfig, total_steps: int) -> float:
+    """Learning rate of optimizer step `step` (counted from 0) as a share of the peak.
+
+    Linear warm-up reaches the peak at step `warmup_steps`; linear and cosine decay reach `min_lr_ratio` at the last
+    step, total_steps - 1.
+    """
+    if step < config.warmup_steps:
+        return (step + 1) / (config.warmup_steps + 1)
+    if config.schedule == "constant":
+        return 1.0
+    span = max(total_steps - 1 - config.warmup_steps, 1)
+    progress = min((step - config.warmup_steps) / span, 1.0)
+    decay = 1.0 - progress if config.schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
+    return config.min_lr_ratio + (1.0 - config.min_lr_ratio) * decay
+
+
+def build_scheduler(optimizer: torch.optim.Optimizer, config: OptimizerConfig, total_steps: int) -> LambdaLR:
+    """Steps once for every applied optimizer step."""
+    return LambdaLR(optimizer, lambda step: schedule_factor(step, config, total_steps))

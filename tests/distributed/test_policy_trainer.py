@@ -1,0 +1,144 @@
+"""The DeepSpeed trainer against a plain re-derivation with torch, in every cut of the same batch."""
+
+import json
+import math
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from openrlhf_ebft.config.sections import OptimizerConfig
+from openrlhf_ebft.distributed.optimizer import schedule_factor
+from tests.distributed.trainer_steps import STEPS, make_config, step_items
+from tests.processes import run_ranks
+from tests.tiny_models import tiny_llama
+
+ONE_RANK = {
+    "whole": {"micro_batch_size": 4},
+    "micro": {"micro_batch_size": 1},
+    "checkpointed": {"micro_batch_size": 2, "gradient_checkpointing": True},
+    "zero2": {"zero_stage": 2},
+    "bf16": {"dtype": "bfloat16"},
+}
+TWO_RANKS = {f"ranks_zero{stage}": {"zero_stage": stage, "num_ranks": 2} for stage in range(4)} | {
+    "ranks_micro2": {"micro_batch_size": 2, "num_ranks": 2},
+    "ranks_bf16": {"dtype": "bfloat16", "num_ranks": 2, "zero_stage": 1},
+}
+POISONED = {
+    f"poisoned_{dtype}_zero{stage}": {"dtype": dtype, "zero_stage": stage, "num_ranks": 2, "poisoned_step": 1}
+    for dtype, stage in (("float32", 0), ("float32", 2), ("float32", 3), ("bfloat16", 1))
+}
+EXACT = [name for name in (*ONE_RANK, *TWO_RANKS) if "bf16" not in name]
+
+
+def plain_training(folder):
+    """Three steps in float32 with nothing but torch and transformers: every sequence alone, formulas written out."""
+    config = make_config(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    decayed = [p for p in model.parameters() if p.ndim > 1]
+    others = [p for p in model.parameters() if p.ndim <= 1]
+    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.95), eps=1e-8)
+    norms = []
+    for step, factor in enumerate((0.5, 1.0, 0.0)):
+        completion_terms, ce_terms, entropies = [], [], []
+        for item in step_items(step):
+            tree = item.tree
+            reference = tree.reference.token_ids
+            logprobs = torch.log_softmax(model(reference[None]).logits[0], -1)
+            supervised = tree.supervised_tokens
+            ce_terms.append(-logprobs[supervised - 1, reference[supervised]].mean())
+            for branch, advantage in enumerate(item.advantages.flatten().tolist()):
+                ids = tree.token_ids[tree.branch_indices(branch)]
+                start = len(ids) - int(tree.branch_lengths.flatten()[branch])
+                table = torch.log_softmax(model(ids[None]).logits[0, start - 1 : -1] / 0.7, -1)
+                chosen = table[range(len(ids) - start), ids[start:]]
+                completion_terms.append(-advantage * chosen.mean())
+                entropies.append(-(table.exp() * table).sum(-1).mean())
+        loss = torch.stack(ce_terms).mean()
+        if step > 0:
+            loss = 0.1 * loss + torch.stack(completion_terms).mean() - 0.01 * torch.stack(entropies).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), config.optimizer.max_grad_norm)))
+        for group in optimizer.param_groups:
+            group["lr"] = 1e-2 * factor
+        optimizer.step()
+    return dict(model.named_parameters(remove_duplicate=False)), norms
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("trainer")
+    tiny_llama(folder / "model")
+    run_ranks("tests.distributed.trainer_rank", 1, str(folder), json.dumps(ONE_RANK))
+    run_ranks("tests.distributed.trainer_rank", 2, str(folder), json.dumps(TWO_RANKS | POISONED))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def plain(trained):
+    return plain_training(trained / "model")
+
+
+@pytest.mark.stack
+@pytest.mark.parametrize("name", EXACT)
+def test_every_cut_of_the_batch_gives_the_plain_weights(trained, plain, name):
+    weights = load_file(trained / f"{name}.safetensors")
+    expected, _ = plain
+    assert set(weights) == set(expected)
+    for key, value in expected.items():
+        torch.testing.assert_close(weights[key], value.detach(), atol=1e-5, rtol=0, msg=f"{name}: {key}")
+
+
+@pytest.mark.stack
+@pytest.mark.parametrize("name", ["bf16", "ranks_bf16"])
+def test_bfloat16_stays_near_the_float32_weights(trained, plain, name):
+    weights = load_file(trained / f"{name}.safetensors")
+    start = AutoModelForCausalLM.from_pretrained(trained / "model", dtype=torch.float32)
+    moved = dict(start.named_parameters(remove_duplicate=False))
+    expected, _ = plain
+    for key, value in expected.items():
+        update, exact = weights[key] - moved[key].detach(), value.detach() - moved[key].detach()
+        cosine = torch.nn.functional.cosine_similarity(update.flatten(), exact.flatten(), dim=0)
+        assert cosine > 0.9, f"{name}: {key} moved another way ({float(cosine):.3f})"
+
+
+@pytest.mark.stack
+@pytest.mark.parametrize("name", EXACT)
+def test_metrics_of_all_ranks_add_up(trained, plain, name):
+    record = json.loads((trained / f"{name}.json").read_text())
+    whole = json.loads((trained / "whole.json").read_text())
+    _, norms = plain
+    for step in range(STEPS):
+        assert {rank[step]["applied"] for rank in record["metrics"]} == {1.0}
+        assert record["metrics"][0][step]["grad_norm"] == pytest.approx(norms[step], rel=1e-4)
+        for key in ("loss", "ce_loss") + (("rl_loss", "entropy", "sampler_kl") if step else ()):
+            total = sum(rank[step][key] for rank in record["metrics"])
+            assert total == pytest.approx(whole["metrics"][0][step][key], abs=1e-5)
+    assert record["scores"][0] == pytest.approx(whole["scores"][0], rel=1e-4)
+
+
+@pytest.mark.stack
+@pytest.mark.parametrize("name", POISONED)
+def test_a_step_that_is_not_finite_changes_no_weight(trained, name):
+    for rank in json.loads((trained / f"{name}.json").read_text())["metrics"]:
+        assert [step["applied"] for step in rank] == [1.0, 0.0, 1.0]
+        # The scheduler did not move on either: step 2 still runs at the peak, so it changes the weights.
+        assert [step["changed"] for step in rank] == [1.0, 0.0, 1.0]
+        assert [step["learning_rate"] for step in rank] == pytest.approx([0.005, 0.01, 0.01])
+        assert math.isfinite(rank[2]["grad_norm"])
+
+
+@pytest.mark.parametrize(
+    ("schedule", "expected"),
+    [
+        ("constant", [1 / 3, 2 / 3, 1, 1, 1, 1, 1]),
+        ("linear", [1 / 3, 2 / 3, 1, 0.775, 0.55, 0.325, 0.1]),
+        ("cosine", [1 / 3, 2 / 3, 1, 0.868198, 0.55, 0.231802, 0.1]),
+    ],
+)
+def test_schedule_ends_at_its_minimum_on_the_last_step(schedule, expected):
+    config = OptimizerConfig(schedule=schedule, warmup_steps=2, min_lr_ratio=0.1)
+    assert [schedule_factor(step, config, 7) for step in range(7)] == pytest.approx(expected, abs=1e-6)

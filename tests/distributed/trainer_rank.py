@@ -1,0 +1,58 @@
+"""One rank of a trainer test: runs every named variant for three steps and saves the weights on rank 0."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+
+from openrlhf_ebft.config.sections import EBFTConfig
+from openrlhf_ebft.core.step_batch import TrainItem, count_step, split_by_load
+from openrlhf_ebft.distributed.policy_trainer import PolicyTrainer
+from tests.distributed.trainer_steps import STEPS, make_config, step_items
+
+
+def run_variant(config: EBFTConfig, poisoned_step: int | None) -> tuple[PolicyTrainer, list[dict[str, float]]]:
+    trainer = PolicyTrainer(config, total_steps=STEPS)
+    metrics = []
+    for step in range(STEPS):
+        items = step_items(step)
+        before = {key: tensor.clone() for key, tensor in trainer.named_weights()}
+        if step == poisoned_step:
+            items[0] = TrainItem(items[0].tree, torch.full_like(items[0].advantages, float("nan")))
+        counts = count_step([item.tree for item in items])
+        parts = split_by_load([len(item.tree) for item in items], trainer.world_size)
+        passes = max(math.ceil(len(part) / config.policy.micro_batch_size) for part in parts)
+        mine = [items[i] for i in parts[trainer.rank]]
+        objective = "sft" if step == 0 else "ebft"
+        metrics.append(trainer.train_step(mine, counts, passes, objective, items[0]))
+        changed = [not torch.equal(before[key], tensor) for key, tensor in trainer.named_weights()]
+        metrics[-1]["changed"] = float(any(changed))
+    return trainer, metrics
+
+
+def main() -> None:
+    folder, variants = Path(sys.argv[1]), json.loads(sys.argv[2])
+    for name, overrides in variants.items():
+        poisoned_step = overrides.pop("poisoned_step", None)
+        trainer, metrics = run_variant(make_config(folder / "model", **overrides), poisoned_step)
+        gathered: list = [None] * trainer.world_size
+        dist.all_gather_object(gathered, metrics)
+        weights = {key: tensor.float().clone() for key, tensor in trainer.named_weights()}
+        tree = step_items(0)[0].tree
+        scores = trainer.score([tree], 1, tree)
+        if trainer.rank == 0:
+            save_file(weights, folder / f"{name}.safetensors")
+            record = {"metrics": gathered, "scores": [(s.nats, s.tokens) for s in scores]}
+            (folder / f"{name}.json").write_text(json.dumps(record))
+        dist.barrier()
+    trainer.close()
+
+
+if __name__ == "__main__":
+    main()
