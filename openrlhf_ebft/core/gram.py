@@ -10,13 +10,20 @@ from torch import Tensor
 
 # Elements converted to float64 at a time: 4 MiB stay in cache, and memory does not grow with the batch.
 CHUNK_ELEMENTS = 1 << 19
+# Columns of a chunk: fixed, so that a group's sums do not depend on what else is in the batch.
+CHUNK_COLUMNS = 1024
 
 
-def group_chunks(num_groups: int, elements_per_group: int) -> Iterator[slice]:
-    """Slices over the groups axis so that each holds at most ``CHUNK_ELEMENTS`` elements (at least one group)."""
-    step = max(1, CHUNK_ELEMENTS // max(1, elements_per_group))
+def chunks(num_groups: int, rows: int, dim: int) -> Iterator[tuple[slice, slice]]:
+    """Cuts (groups, rows, dim) into (slice of groups, slice of columns).
+
+    A chunk holds at most `CHUNK_ELEMENTS` and about a sixteenth of all elements, but at least one group's columns.
+    """
+    columns = min(dim, CHUNK_COLUMNS)
+    step = max(1, min(CHUNK_ELEMENTS, num_groups * rows * dim // 16) // (rows * columns))
     for start in range(0, num_groups, step):
-        yield slice(start, min(start + step, num_groups))
+        for first in range(0, dim, columns):
+            yield slice(start, start + step), slice(first, first + columns)
 
 
 def require_floating(name: str, value: Tensor) -> None:
@@ -49,12 +56,13 @@ def group_gram(phi: Tensor, phi_gt: Tensor) -> Tensor:
         raise ValueError(f"phi_gt must be {wanted} for phi {tuple(phi.shape)}, got {tuple(phi_gt.shape)}")
     n, dim = phi.shape[-2:]
     generated, truth = phi.reshape(-1, n, dim), phi_gt.reshape(-1, dim)
-    gram = torch.empty(generated.shape[0], n + 1, n + 1, dtype=torch.float64, device=phi.device)
-    for part in group_chunks(generated.shape[0], (n + 1) * dim):
-        rows = torch.empty(part.stop - part.start, n + 1, dim, dtype=torch.float64, device=phi.device)
-        rows[:, :n] = generated[part]
-        rows[:, n] = truth[part]
-        gram[part] = rows @ rows.mT
+    gram = torch.zeros(generated.shape[0], n + 1, n + 1, dtype=torch.float64, device=phi.device)
+    for part, columns in chunks(generated.shape[0], n + 1, dim):
+        piece = generated[part, :, columns]
+        rows = torch.empty(len(piece), n + 1, piece.shape[-1], dtype=torch.float64, device=phi.device)
+        rows[:, :n] = piece
+        rows[:, n] = truth[part, columns]
+        gram[part] += rows @ rows.mT
     return gram.reshape(*phi.shape[:-2], n + 1, n + 1)
 
 

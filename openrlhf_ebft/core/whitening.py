@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from openrlhf_ebft.core.gram import check_gram, group_chunks, require_finite_groups, require_floating, unit_rows
+from openrlhf_ebft.core.gram import check_gram, chunks, require_finite_groups, require_floating
 
 WhiteningSpace = Literal["feature", "sample"]
 
@@ -118,16 +118,31 @@ def _check_embeddings(phi: Tensor, phi_gt: Tensor) -> None:
 def _products(phi: Tensor, phi_gt: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """float64 products of (G, N, D) and (G, M, D): kernel (G, N, N), cross (G, M, N), truth lengths (G, M)."""
     (groups, n, dim), m = phi.shape, phi_gt.shape[1]
-    kernel = torch.empty(groups, n, n, dtype=torch.float64, device=phi.device)
-    cross = torch.empty(groups, m, n, dtype=torch.float64, device=phi.device)
-    length = torch.empty(groups, m, dtype=torch.float64, device=phi.device)
-    for part in group_chunks(groups, (n + m) * dim):
-        rows, truth = phi[part].double(), phi_gt[part].double()
-        kernel[part] = rows @ rows.mT
-        cross[part] = truth @ rows.mT
-        length[part] = torch.linalg.vector_norm(truth, dim=-1)
-    finite = kernel.isfinite().flatten(1).all(-1) & cross.isfinite().flatten(1).all(-1) & length.isfinite().all(-1)
-    return kernel, cross, length.where(finite.unsqueeze(-1), torch.nan)
+    kernel, cross, squared = (
+        torch.zeros(shape, dtype=torch.float64, device=phi.device)
+        for shape in ((groups, n, n), (groups, m, n), (groups, m))
+    )
+    for part, columns in chunks(groups, n + m, dim):
+        rows, truth = phi[part, :, columns].double(), phi_gt[part, :, columns].double()
+        kernel[part] += rows @ rows.mT
+        cross[part] += truth @ rows.mT
+        squared[part] += torch.linalg.vecdot(truth, truth)
+    return kernel, cross, squared.sqrt()
+
+
+def _mix(weights: Tensor, rows: Tensor, out: Tensor, normalize: bool) -> None:
+    """Writes weights (G, K, N) @ rows (G, N, D) to out (G, K, D) piece by piece, in float64 on the way."""
+    size = (len(rows), rows.shape[1] + out.shape[1], rows.shape[2])
+    scale = torch.ones(out.shape[:2], dtype=torch.float64, device=out.device)
+    if normalize:
+        squared = torch.zeros_like(scale)
+        for part, columns in chunks(*size):
+            piece = weights[part] @ rows[part, :, columns].double()
+            squared[part] += torch.linalg.vecdot(piece, piece)
+        scale = torch.where(squared > 0, squared.rsqrt(), 0.0)
+    weights = weights * scale.unsqueeze(-1)
+    for part, columns in chunks(*size):
+        out[part, :, columns] = weights[part] @ rows[part, :, columns].double()
 
 
 @torch.no_grad()
@@ -159,7 +174,8 @@ def whiten_embeddings_batched(
     lead, (n, dim), m = phi.shape[:-2], phi.shape[-2:], phi_gt.shape[-2]
     generated, truth = phi.reshape(-1, n, dim), phi_gt.reshape(-1, m, dim)
     kernel, cross, length = _products(generated, truth)
-    require_finite_groups(length.isfinite().all(-1).reshape(lead))
+    finite = kernel.isfinite().flatten(1).all(-1) & cross.isfinite().flatten(1).all(-1) & length.isfinite().all(-1)
+    require_finite_groups(finite.reshape(lead))
     if whiten_tol >= SMALLEST_GRAM_TOL:
         spectrum = _spectrum_of_kernel(kernel, whiten_tol)
     else:
@@ -167,14 +183,11 @@ def whiten_embeddings_batched(
         spectrum = _keep_significant(left, singular, whiten_tol)
     vectors, inverse = spectrum.vectors, spectrum.inverse.unsqueeze(-2)
     root = (vectors * inverse) @ vectors.mT
-    coordinates = _truth_coordinates(spectrum, cross, length)
-    mix = torch.cat([root, (coordinates * inverse**3) @ vectors.mT], dim=-2) if space == "feature" else root
-    out_rows = n if space == "sample" else m
     out = torch.empty_like(generated, memory_format=torch.contiguous_format)
-    out_gt = truth.new_empty(truth.shape[0], out_rows, dim)
-    for part in group_chunks(generated.shape[0], (n + m) * dim):
-        whitened = mix[part] @ generated[part].double()
-        gt = whitened[:, n:] if space == "feature" else root[part] @ truth[part].double().expand(-1, n, -1)
-        out[part] = unit_rows(whitened[:, :n]) if normalize else whitened[:, :n]
-        out_gt[part] = unit_rows(gt) if normalize else gt
-    return out.reshape(phi.shape), out_gt.reshape(*lead, out_rows, dim)
+    out_gt = truth.new_empty(len(truth), m if space == "feature" else n, dim)
+    _mix(root, generated, out, normalize)
+    if space == "feature":
+        _mix((_truth_coordinates(spectrum, cross, length) * inverse**3) @ vectors.mT, generated, out_gt, normalize)
+    else:
+        _mix(root if m == n else root.sum(-1, keepdim=True), truth, out_gt, normalize)
+    return out.reshape(phi.shape), out_gt.reshape(*lead, out_gt.shape[1], dim)

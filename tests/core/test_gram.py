@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from openrlhf_ebft.core.gram import CHUNK_ELEMENTS, group_gram, siblings_mean, unit_gram, unit_rows
+from openrlhf_ebft.core.gram import CHUNK_COLUMNS, group_gram, siblings_mean, unit_gram, unit_rows
 
 
 def test_products_with_the_ground_truth_last():
@@ -22,7 +22,7 @@ def test_products_keep_what_float32_sums_lose():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
 def test_chunks_equal_one_einsum(dtype):
     torch.manual_seed(0)
-    dim = CHUNK_ELEMENTS // 40
+    dim = 2 * CHUNK_COLUMNS + 77
     phi, gt = torch.randn(3, 5, 4, dim).to(dtype).requires_grad_(), torch.randn(3, 5, dim).to(dtype)
     rows = torch.cat([phi.detach(), gt.unsqueeze(-2)], dim=-2).double()
     gram = group_gram(phi, gt)

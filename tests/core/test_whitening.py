@@ -7,7 +7,9 @@ import pytest
 import torch
 
 from openrlhf_ebft.core.gram import group_gram
+from openrlhf_ebft.core.rewards import compute_rewards
 from openrlhf_ebft.core.whitening import whiten_embeddings_batched, whitened_products
+from tests.live_bytes import LiveBytes
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 
@@ -167,6 +169,24 @@ def test_many_groups_in_chunks_equal_single_groups():
         right, right_gt = whiten_embeddings_batched(phi[index], gt[index])
         assert torch.equal(white[index], right)
         assert torch.equal(white_gt[index], right_gt)
+
+
+@pytest.mark.parametrize("space", ["feature", "sample"])
+@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize(("groups", "n", "m", "dim"), [(128, 4, 1, 4608), (1, 4, 4, 12288), (2, 64, 1, 12288)])
+def test_memory_is_at_most_three_times_the_input(space, normalize, groups, n, m, dim):
+    phi, gt = torch.randn(groups, n, dim), torch.randn(groups, m, dim)
+    with LiveBytes([phi, gt]) as meter:
+        whiten_embeddings_batched(phi, gt, normalize=normalize, space=space)
+    assert phi.nbytes < meter.peak <= 3 * (phi.nbytes + gt.nbytes)
+
+
+@pytest.mark.parametrize(("groups", "n", "dim"), [(128, 4, 4608), (2, 64, 12288)])
+def test_rewards_write_nothing_of_the_size_of_the_input(groups, n, dim):
+    phi, gt = torch.randn(groups, n, dim), torch.randn(groups, dim)
+    with LiveBytes([phi, gt]) as meter:
+        compute_rewards(group_gram(phi, gt))
+    assert meter.peak <= 0.4 * phi.nbytes  # float64 copies of a sixteenth of the input at a time, and products
 
 
 @pytest.mark.parametrize(

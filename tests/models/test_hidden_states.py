@@ -1,14 +1,12 @@
 """extract_hidden_states against transformers' own output_hidden_states, and what it must not run, keep or change."""
 
-import weakref
-
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModel, AutoModelForCausalLM, LlamaConfig
 
 from openrlhf_ebft.models.hidden_states import HiddenStateTap, extract_hidden_states, find_blocks
+from tests.live_bytes import LiveBytes
 from tests.models.families import BERT, CONFIGS, HIDDEN, LAYERS, build, padded_batch
 
 ALL = list(range(LAYERS + 1))
@@ -139,31 +137,11 @@ def test_compiled_and_data_parallel_wrappers():
     torch.testing.assert_close(extract_hidden_states(torch.compile(model), ids, mask, [2]), right)
 
 
-class _LiveBytes(TorchDispatchMode):
-    """Peak of the bytes of tensors that were made under it and are still referenced, views of weights excluded."""
-
-    def __init__(self, model):
-        super().__init__()
-        self.weights = {part.untyped_storage().data_ptr() for part in [*model.parameters(), *model.buffers()]}
-        self.live, self.peak = {}, 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        for tensor in torch.utils._pytree.tree_leaves(out):
-            if isinstance(tensor, torch.Tensor):
-                storage = tensor.untyped_storage()
-                if storage.data_ptr() not in self.live and storage.data_ptr() not in self.weights:
-                    self.live[storage.data_ptr()] = storage.nbytes()
-                    weakref.finalize(storage, self.live.pop, storage.data_ptr(), None)
-        self.peak = max(self.peak, sum(self.live.values()))
-        return out
-
-
 def peak_bytes(layers: int, extract) -> int:
     config = LlamaConfig(**{**CONFIGS["llama"].to_dict(), "num_hidden_layers": layers})
     model = build(AutoModelForCausalLM, config)
     ids, mask = padded_batch("left", rows=3, length=60)
-    with _LiveBytes(model) as meter:
+    with LiveBytes([*model.parameters(), *model.buffers()]) as meter:
         extract(model, ids, mask, [layers // 2, layers])
     return meter.peak
 
