@@ -15,7 +15,7 @@ from openrlhf_ebft.data.examples import Example, RowFault
 
 def completion_limit(ground_truth_tokens: int, config: RolloutConfig) -> int:
     """Returns the limit of a completion in tokens: a multiple of its ground truth's length, between two bounds."""
-    # Exact arithmetic: in floating point 1.1 * 10 is above 11 and would round up to 12.
+    # Exact arithmetic: in floating point 1.1 * 50 is above 55 and would round up to 56.
     multiple = math.ceil(Fraction(str(config.length_multiplier)) * ground_truth_tokens)
     return min(max(multiple, config.min_length_limit), config.max_new_tokens)
 

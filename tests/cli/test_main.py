@@ -13,6 +13,7 @@ from openrlhf_ebft.cli.run_command import run_command
 from openrlhf_ebft.config import UserError
 
 CONFIG = "name: run\nmodel:\n  path: some/model\ndata:\n  path: rows.jsonl\n"
+QUICK = ("train", "evaluate", "generate", "prepare-model", "prepare-data")
 
 
 @pytest.fixture
@@ -38,7 +39,7 @@ def test_unknown_command_names_the_nearest(capsys):
     assert "did you mean train?" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["train", "--help"]])
+@pytest.mark.parametrize("arguments", [["--help"], *([name, "--help"] for name in QUICK)])
 def test_help_is_quick_and_imports_no_torch(arguments):
     script = (
         "import sys\nfrom openrlhf_ebft.cli.main import main\n"

@@ -1,0 +1,37 @@
+"""`openrlhf-ebft prepare-data stdlib --out FILE`: training rows that every machine can make."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from openrlhf_ebft.cli.run_command import run_command
+
+
+def main(argv: Sequence[str]) -> int:
+    """Writes the file and says how many rows it has; returns the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="openrlhf-ebft prepare-data",
+        description="Write JSON lines with the columns prompt, ground_truth and source: complete, or not at all.",
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "source",
+        choices=("stdlib",),
+        metavar="SOURCE",
+        help="stdlib: signature + docstring -> body of the functions of this Python's standard library",
+    )
+    parser.add_argument("--out", required=True, metavar="FILE", help="file to write, such as datasets/pairs.jsonl")
+    arguments = parser.parse_args(argv)
+    from openrlhf_ebft.data.stdlib_pairs import write_stdlib_pairs
+
+    out = Path(arguments.out)
+    count = write_stdlib_pairs(out)
+    print(f"{count} pairs in {out}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(run_command(main))

@@ -1,0 +1,69 @@
+"""One prompt, one completion, as text: what `openrlhf-ebft generate` prints."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from transformers import GenerationConfig, PreTrainedTokenizerBase
+
+from openrlhf_ebft.config.errors import UserError
+from openrlhf_ebft.data.tokenizers import load_tokenizer, stop_token_ids
+from openrlhf_ebft.models.loading import load_causal_lm
+
+
+@dataclass(frozen=True)
+class GenerationSettings:
+    """How a completion is sampled; nothing is taken from the model folder but its stop tokens."""
+
+    max_new_tokens: int = 128
+    temperature: float = 0.0  # 0 takes the likeliest token
+    top_p: float = 1.0  # 1 is off
+    seed: int = 0
+    chat: bool = False  # the prompt is a user turn of the tokenizer's chat template
+    trust_remote_code: bool = False
+
+
+def generate_text(model_path: str, prompt: str, settings: GenerationSettings, device: torch.device) -> str:
+    """Returns the text that the model puts after `prompt`, without its stop token.
+
+    Raises:
+        UserError: `chat` is set and the tokenizer has no chat template.
+    """
+    tokenizer = load_tokenizer(model_path, trust_remote_code=settings.trust_remote_code)
+    ids = _encode(prompt, tokenizer, settings.chat, model_path)
+    dtype = torch.bfloat16 if device.type != "cpu" else torch.float32
+    model = load_causal_lm(model_path, dtype=dtype, trust_remote_code=settings.trust_remote_code).to(device).eval()
+    # The model's own object, too: generate() fills every field that is not set from it.
+    model.generation_config = _sampling(settings, tokenizer, stop_token_ids(tokenizer, model_path))
+    torch.manual_seed(settings.seed)
+    inputs = torch.tensor([ids], device=device)
+    with torch.inference_mode():
+        output = model.generate(inputs, attention_mask=torch.ones_like(inputs))
+    return tokenizer.decode(output[0, len(ids) :], skip_special_tokens=True)
+
+
+def _encode(prompt: str, tokenizer: PreTrainedTokenizerBase, chat: bool, model_path: str) -> list[int]:
+    if not chat:
+        return tokenizer(prompt)["input_ids"]
+    if tokenizer.chat_template is None:
+        raise UserError(f"{model_path} has no chat template: leave --chat out")
+    turns = [{"role": "user", "content": prompt}]
+    text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def _sampling(
+    settings: GenerationSettings, tokenizer: PreTrainedTokenizerBase, stops: tuple[int, ...]
+) -> GenerationConfig:
+    sampled = settings.temperature > 0
+    return GenerationConfig(
+        max_new_tokens=settings.max_new_tokens,
+        do_sample=sampled,
+        temperature=settings.temperature if sampled else None,
+        top_p=settings.top_p if sampled else None,
+        top_k=0 if sampled else None,
+        eos_token_id=list(stops),
+        pad_token_id=tokenizer.pad_token_id,
+        use_cache=True,
+    )
