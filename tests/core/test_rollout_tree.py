@@ -37,8 +37,22 @@ def test_index_maps_of_ragged_branches():
     assert tree.position_ids.tolist() == [0, 1, 2, 3, 4, 2, 3, 2, 3, 3, 4, 5]
     assert tree.predictors.tolist() == [1, 5, 1, 2, 2, 9, 10]
     assert tree.branch_indices(3).tolist() == [0, 1, 2, 9, 10, 11]
-    assert tree.window_indices(1).tolist() == [0, 1, 2, 3, 4]
     assert tree.supervised_tokens.tolist() == [2, 3, 4]
+
+
+def test_group_grid_lists_completions_then_the_ground_truth():
+    tree = make_tree(make_reference(5, [2, 3]), [[2, 1], [1, 3]])
+    grid = tree.group_grid(with_context=False)
+    rows = [[grid.indices[anchor, row][grid.valid[anchor, row]].tolist() for row in range(3)] for anchor in range(2)]
+    assert rows == [[[5, 6], [7], [2, 3, 4]], [[8], [9, 10, 11], [3, 4]]]
+    assert torch.equal(grid.completion, grid.valid)
+    longer = tree.group_grid(with_context=True)
+    for anchor in range(2):
+        for sample in range(2):
+            keep = longer.valid[anchor, sample]
+            assert torch.equal(longer.indices[anchor, sample][keep], tree.branch_indices(2 * anchor + sample))
+        assert longer.indices[anchor, 2][longer.valid[anchor, 2]].tolist() == [0, 1, 2, 3, 4]
+    assert longer.completion.sum() == grid.valid.sum()
 
 
 def test_anchor_behind_the_last_token_continues_the_numbering():

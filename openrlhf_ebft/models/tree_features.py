@@ -1,0 +1,106 @@
+"""From rollout trees to the inner products of each group's embeddings, through the frozen feature network."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from openrlhf_ebft.config.sections import FeatureConfig
+from openrlhf_ebft.core.attention import AttentionMode
+from openrlhf_ebft.core.gram import group_gram
+from openrlhf_ebft.core.pooling import normalize_tokens, pool_rows, poolable_mask
+from openrlhf_ebft.core.rollout_tree import GroupGrid, RolloutTree
+from openrlhf_ebft.core.tree_batch import TreeBatch
+from openrlhf_ebft.models.feature_network import FeatureNetwork
+from openrlhf_ebft.models.tree_forward import attention_spec, forward_tree
+
+ROW_METHODS = ("mean_pooling", "concat")
+"""Pooling methods that look at the whole row, context included."""
+
+
+class TreeFeatures:
+    """Embeds completions and ground truths of trees; a bidirectional network reads every one as a row of its own."""
+
+    def __init__(
+        self, network: FeatureNetwork, config: FeatureConfig, *, special_ids: Collection[int], mode: AttentionMode
+    ) -> None:
+        """`special_ids` are the tokens that do not enter pooling unless `config.pool_special_tokens` is set."""
+        self.network = network
+        self.config = config
+        self.special_ids = frozenset() if config.pool_special_tokens else frozenset(special_ids)
+        backbone = network.backbone
+        self.device, self.dtype = backbone.device, backbone.dtype
+        # In a tree, tokens of other branches would see each other through a bidirectional network.
+        self.mode: AttentionMode = mode if network.is_causal else "rows"
+        self.spec = (
+            None if self.mode == "rows" else attention_spec(network.config, backbone.config._attn_implementation)
+        )
+
+    @torch.no_grad()
+    def group_grams(self, trees: Sequence[RolloutTree]) -> list[Tensor]:
+        """Inner products of the pooled embeddings: one (A, n+1, n+1) float64 CPU tensor a tree, ground truth last.
+
+        Raises ValueError naming the example whose ground-truth window is empty or whose embeddings are not finite.
+        """
+        for tree in trees:
+            if self.spec is None and tree.reference.document_ids is not None:
+                raise ValueError(f"{tree.example_id}: features of packed documents need tree attention, not rows")
+            if int(tree.reference.window_lengths.min()) < 1:
+                raise ValueError(f"{tree.example_id}: an anchor without ground-truth tokens has no features to match")
+        grams: list[Tensor] = [torch.empty(0)] * len(trees)
+        for numbers in _batches_by_tokens([len(tree) for tree in trees], self.config.max_tokens_per_batch):
+            chosen = [trees[i].to(self.device) for i in numbers]
+            states = self._tree_states(chosen)
+            for number, tree, state in zip(numbers, chosen, states, strict=True):
+                grams[number] = self._gram(tree, state)
+        return grams
+
+    def _tree_states(self, trees: Sequence[RolloutTree]) -> list[Tensor | None]:
+        """Features of each tree's tokens (T, D), or None where rows are run instead."""
+        if self.spec is None:
+            return [None] * len(trees)
+        batch = TreeBatch.collate(trees).to(self.device)
+        hidden = forward_tree(self.network, batch, self.mode, self.spec, self.dtype)
+        return [hidden[row, : len(tree)] for row, tree in enumerate(trees)]
+
+    def _gram(self, tree: RolloutTree, states: Tensor | None) -> Tensor:
+        with_context = states is None or self.config.embed_method in ROW_METHODS
+        grid = tree.group_grid(with_context=with_context)
+        anchors, rows = grid.indices.shape[:2]
+        tokens = tree.token_ids[grid.indices]
+        features = states[grid.indices] if states is not None else self._row_states(tokens, grid)
+        features = normalize_tokens(features.float(), self.network.num_taps, self.config.normalize)
+        own = poolable_mask(tokens.flatten(0, 1), grid.completion.flatten(0, 1), self.special_ids)
+        mask = own
+        if self.config.embed_method in ROW_METHODS:
+            mask = own | (grid.valid & ~grid.completion).flatten(0, 1)
+        embeddings = pool_rows(features.flatten(0, 1), mask, own, self.config.embed_method).view(anchors, rows, -1)
+        if not bool(torch.isfinite(embeddings).all()):
+            raise ValueError(f"{tree.example_id}: the feature network returned states that are not finite")
+        return group_gram(embeddings[:, :-1], embeddings[:, -1]).cpu()
+
+    def _row_states(self, tokens: Tensor, grid: GroupGrid) -> Tensor:
+        """Features of rows (A, n+1, L, D), each run alone with a padding mask."""
+        flat, valid = tokens.flatten(0, 1), grid.valid.flatten(0, 1)
+        positions = torch.arange(flat.shape[1], device=flat.device).expand_as(flat)
+        parts = [
+            self.network(flat[rows], valid[rows].long(), positions[rows])
+            for rows in _batches_by_tokens([flat.shape[1]] * len(flat), self.config.max_tokens_per_batch)
+        ]
+        return torch.cat(parts).view(*tokens.shape, -1)
+
+
+def _batches_by_tokens(lengths: Sequence[int], limit: int) -> Iterator[list[int]]:
+    """Consecutive numbers whose padded size (count times longest) stays within `limit`; at least one a batch."""
+    batch: list[int] = []
+    longest = 0
+    for number, length in enumerate(lengths):
+        if batch and max(longest, length) * (len(batch) + 1) > limit:
+            yield batch
+            batch, longest = [], 0
+        batch.append(number)
+        longest = max(longest, length)
+    if batch:
+        yield batch
