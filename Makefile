@@ -5,7 +5,7 @@ VENV := $(CURDIR)/.venv
 RUN := $(VENV)/bin
 MODEL := models/SmolLM2-135M-Instruct
 DATA := datasets/stdlib_pairs.jsonl
-CHECKED := openrlhf_ebft tests scripts setup.py
+SOURCES := openrlhf_ebft tests scripts benchmarks
 
 # DeepSpeed looks for ninja on PATH when it compiles its extension.
 WITH_PATH := PATH="$(RUN):$$PATH"
@@ -35,10 +35,10 @@ test: install
 	$(WITH_PATH) $(RUN)/python -m pytest
 
 lint: install
-	$(RUN)/ruff check $(CHECKED)
-	$(RUN)/ruff format --check $(CHECKED)
+	$(RUN)/ruff check .
+	$(RUN)/ruff format --check .
 	$(RUN)/mypy
 
 clean:
 	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache
-	find $(CHECKED) -name __pycache__ -type d -prune -exec rm -rf {} +
+	find $(wildcard $(SOURCES)) -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -19,8 +19,8 @@ def read_rows(path: str, split: str, report: DataReport) -> Iterator[Row]:
     Raises:
         DataError: nothing is found there, or a file of it cannot be read; in strict mode also a broken row.
     """
-    local = Path(path)
-    if local.is_dir() and (local / "dataset_info.json").exists() | (local / "dataset_dict.json").exists():
+    local = Path(path).expanduser()
+    if any((local / name).is_file() for name in ("dataset_info.json", "dataset_dict.json")):
         yield from _read_saved_dataset(local, split, report)
     elif local.exists():
         for file in _list_files(local):
