@@ -89,15 +89,20 @@ def _split_function(lines: list[bytes], node: ast.FunctionDef | ast.AsyncFunctio
     docstring = node.body[0]
     if ast.get_docstring(node, clean=False) is None or len(node.body) < 2:
         return None
-    prompt = _slice(lines, (node.lineno, node.col_offset), (docstring.end_lineno, docstring.end_col_offset))
-    body = _slice(lines, (docstring.end_lineno, docstring.end_col_offset), (node.end_lineno, node.end_col_offset))
+    prompt = _slice(lines, (node.lineno, node.col_offset), _end(docstring))
+    body = _slice(lines, _end(docstring), _end(node))
     prompt, body = (_to_margin(text, node.col_offset) for text in (prompt, body))
     if not body.startswith("\n"):
         return None  # code or a comment goes on behind the docstring
     return (prompt, body) if _is_same_code(prompt + body, node) else None
 
 
-def _slice(lines: list[bytes], start: tuple[int, int], end: tuple[int | None, int | None]) -> str:
+def _end(node: ast.stmt) -> tuple[int, int]:
+    assert node.end_lineno is not None and node.end_col_offset is not None  # true of every parsed statement
+    return node.end_lineno, node.end_col_offset
+
+
+def _slice(lines: list[bytes], start: tuple[int, int], end: tuple[int, int]) -> str:
     """Returns the text between two places (line from 1, byte column)."""
     (first, column), (last, last_column) = start, end
     chosen = lines[first - 1 : last]

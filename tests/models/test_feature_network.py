@@ -2,7 +2,6 @@
 
 import json
 
-import gguf
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -20,6 +19,7 @@ from openrlhf_ebft.models import partial_checkpoint
 from openrlhf_ebft.models.feature_network import layer_index, load_feature_network
 from openrlhf_ebft.models.hidden_states import extract_hidden_states
 from tests.models.families import BERT, CONFIGS, LAYERS, build, padded_batch
+from tests.tiny_gguf import write_llama_gguf
 
 FRACTIONS = (0.25, 0.5, 0.75)
 MIXED_LAYERS = {
@@ -184,32 +184,6 @@ def test_tree_mask(tmp_path):
     tree = network(ids, allowed.view(1, 1, 5, 5), torch.tensor([[0, 1, 2, 3, 3]]))
     alone = network(ids[:, [0, 1, 2, 4]], None)
     torch.testing.assert_close(tree[:, 4], alone[:, 3], atol=1e-5, rtol=1e-5)
-
-
-def write_llama_gguf(model, path) -> None:
-    """The GGUF layout of a Llama: its own names, rotary halves interleaved in query and key."""
-    config = model.config
-    writer = gguf.GGUFWriter(path, "llama")
-    writer.add_name("tiny")
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
-    writer.add_vocab_size(config.vocab_size)
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
-    for name, value in model.state_dict().items():
-        for kind, heads in (("q_proj", config.num_attention_heads), ("k_proj", config.num_key_value_heads)):
-            if kind in name:
-                value = value.view(heads, 2, -1, value.shape[-1]).transpose(1, 2).reshape(value.shape)
-        writer.add_tensor(names.get_name(name, try_suffixes=(".weight",)), value.numpy())
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
 
 
 def test_gguf_file(tmp_path):

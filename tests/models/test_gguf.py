@@ -2,44 +2,14 @@
 
 import json
 
-import gguf
-import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from openrlhf_ebft.models.gguf import convert_gguf
 from openrlhf_ebft.models.package_model import PACKAGED_MODELS, _download
+from tests.tiny_gguf import write_llama_gguf
 from tests.tiny_models import tiny_byte_tokenizer, tiny_llama
-
-TENSORS = {
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-}
-
-
-def interleave(weight, heads):
-    """GGUF keeps the two halves of a rotary head interleaved."""
-    return weight.reshape(heads, 2, -1, weight.shape[1]).swapaxes(1, 2).reshape(weight.shape)
-
-
-def gguf_tensors(model):
-    config, state = model.config, {name: value.numpy() for name, value in model.state_dict().items()}
-    yield "token_embd.weight", state["model.embed_tokens.weight"]
-    yield "output_norm.weight", state["model.norm.weight"]
-    yield "output.weight", state["lm_head.weight"]
-    for layer in range(config.num_hidden_layers):
-        for name, short in TENSORS.items():
-            weight = state[f"model.layers.{layer}.{name}.weight"]
-            heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}.get(short)
-            yield f"blk.{layer}.{short}.weight", interleave(weight, heads) if heads else weight
 
 
 @pytest.fixture(scope="module")
@@ -48,34 +18,8 @@ def source(tmp_path_factory):
     folder = tmp_path_factory.mktemp("gguf")
     tokenizer = tiny_byte_tokenizer(folder / "tokenizer", chat_template="{{ messages[0]['content'] }}")
     model = tiny_llama(folder / "model", tied=False, vocab=len(tokenizer))
-    config, path = model.config, folder / "tiny.gguf"
-    writer = gguf.GGUFWriter(path, "llama")
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_vocab_size(config.vocab_size)
-    vocabulary = json.loads(tokenizer.backend_tokenizer.to_str())["model"]
-    tokens = sorted(vocabulary["vocab"], key=vocabulary["vocab"].get)
-    writer.add_tokenizer_model("gpt2")
-    writer.add_token_list(tokens)
-    writer.add_token_types([3 if token in tokenizer.all_special_tokens else 1 for token in tokens])
-    writer.add_token_merges([" ".join(pair) for pair in vocabulary["merges"]])
-    writer.add_bos_token_id(tokenizer.eos_token_id)
-    writer.add_eos_token_id(tokenizer.eos_token_id)
-    writer.add_unk_token_id(tokenizer.unk_token_id)
-    writer.add_pad_token_id(tokenizer.pad_token_id)
-    writer.add_chat_template(tokenizer.chat_template)
-    for name, tensor in gguf_tensors(model):
-        writer.add_tensor(name, np.ascontiguousarray(tensor.astype(np.float32)))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    path = folder / "tiny.gguf"
+    write_llama_gguf(model, path, tokenizer)
     return path, model, tokenizer
 
 
