@@ -69,17 +69,17 @@ def build_engine(
         threads: compute threads on CPU; 0 is all cores.
         trust_remote_code: run Python code shipped with the model.
     """
+    settings: dict[str, Any] = {
+        "dtype": dtype,
+        "max_model_len": max_model_len,
+        "seed": seed,
+        "threads": threads,
+        "trust_remote_code": trust_remote_code,
+    }
     if config.engine == "vllm":
-        from openrlhf_ebft.rollouts.vllm_engine import VLLMRolloutEngine as engine_class
-    else:
-        from openrlhf_ebft.rollouts.transformers_engine import TransformersRolloutEngine as engine_class
-    return engine_class(
-        model_path,
-        config,
-        sampling,
-        dtype=dtype,
-        max_model_len=max_model_len,
-        seed=seed,
-        threads=threads,
-        trust_remote_code=trust_remote_code,
-    )
+        from openrlhf_ebft.rollouts.vllm_engine import VLLMRolloutEngine
+
+        return VLLMRolloutEngine(model_path, config, sampling, **settings)
+    from openrlhf_ebft.rollouts.transformers_engine import TransformersRolloutEngine
+
+    return TransformersRolloutEngine(model_path, config, sampling, **settings)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from openrlhf_ebft.config.sections import RolloutConfig
 from openrlhf_ebft.core.experience import Completion, Rollout, RolloutRequest, SamplingSettings
+from openrlhf_ebft.distributed.device import local_device, set_compute_threads
 from openrlhf_ebft.distributed.weight_sync import (
     ExpectedWeights,
     Fetch,
@@ -56,9 +57,9 @@ class TransformersRolloutEngine:
                 f"rollout.weight_transfer={config.weight_transfer} is vLLM's; the transformers engine takes "
                 "object_store (or auto)"
             )
-        if threads:
-            torch.set_num_threads(threads)
-        self._model = load_causal_lm(model_path, dtype=DTYPES[dtype], trust_remote_code=trust_remote_code).eval()
+        set_compute_threads(threads)
+        model = load_causal_lm(model_path, dtype=DTYPES[dtype], trust_remote_code=trust_remote_code)
+        self._model = model.to(local_device()).eval()
         text_config = self._model.config.get_text_config()
         self._vocab_size: int = text_config.vocab_size
         positions = text_config.max_position_embeddings

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar
 
 import torch
 
 from openrlhf_ebft.config.sections import RolloutConfig
-from openrlhf_ebft.core.experience import Completion, Rollout, RolloutRequest, SamplingSettings
+from openrlhf_ebft.core.experience import Rollout, RolloutRequest, SamplingSettings
 from openrlhf_ebft.distributed.weight_sync import (
     ExpectedWeights,
     Fetch,
@@ -21,14 +19,22 @@ from openrlhf_ebft.distributed.weight_sync import (
     check_manifest,
     fill_tied,
 )
-from openrlhf_ebft.rollouts.anchor_prompts import AnchorPrompt, anchor_prompts, check_token_ids, group_rollouts
+from openrlhf_ebft.rollouts.anchor_prompts import anchor_prompts, check_token_ids, group_rollouts
 from openrlhf_ebft.rollouts.expected_weights import expected_weights
-
-# vLLM raises lower temperatures to this one with no more than a warning, which would belie the log-probabilities.
-_LOWEST_TEMPERATURE = 0.01
-# The CPU attention kernel works on blocks of this many tokens.
-_CPU_BLOCK = 32
-_MAX_ENGINE_SEED = 2**32
+from openrlhf_ebft.rollouts.vllm_launch import (
+    engine_arguments,
+    plain_eager,
+    prepare_environment,
+    start_vllm,
+    transfer_backend,
+)
+from openrlhf_ebft.rollouts.vllm_sampling import (
+    LOGGED_FIELDS,
+    check_temperature,
+    completions_of,
+    prompt_params,
+    sampling_params,
+)
 
 
 class VLLMRolloutEngine:
@@ -63,22 +69,22 @@ class VLLMRolloutEngine:
         """
         if VLLMRolloutEngine._alive:
             raise RuntimeError("this process has one vLLM engine already; shut it down first, or use another process")
-        _check_temperature(sampling)
-        _prepare_environment(threads)
+        check_temperature(sampling)
+        prepare_environment(threads)
         from vllm.platforms import current_platform
 
         self._on_cpu = current_platform.is_cpu()
         self._sampling = sampling
-        self._backend = _transfer_backend(config, self._on_cpu)
-        arguments = _engine_arguments(config, self._on_cpu)
+        self._backend = transfer_backend(config, self._on_cpu)
+        arguments = engine_arguments(config, self._on_cpu)
         arguments |= {
             "dtype": dtype,
             "max_model_len": max_model_len,
-            "seed": seed % _MAX_ENGINE_SEED,
+            "seed": seed % 2**32,
             "trust_remote_code": trust_remote_code,
         }
         expected = expected_weights(model_path, getattr(torch, dtype), trust_remote_code=trust_remote_code)
-        self._llm = _start(model_path, arguments, self._backend)
+        self._llm = start_vllm(model_path, arguments, self._backend)
         VLLMRolloutEngine._alive = True
         self._vocab_size: int = self._llm.model_config.get_vocab_size()
         self._max_model_len = max_model_len
@@ -114,10 +120,10 @@ class VLLMRolloutEngine:
         sampling = sampling or self._sampling
         self._check_sampling(sampling)
         outputs = self._run(
-            [prompt.token_ids for prompt in prompts], [_prompt_params(prompt, sampling) for prompt in prompts]
+            [prompt.token_ids for prompt in prompts], [prompt_params(prompt, sampling) for prompt in prompts]
         )
         completions = [
-            _completions(output.outputs, prompt, greedy=sampling.temperature == 0)
+            completions_of(output.outputs, prompt, greedy=sampling.temperature == 0)
             for prompt, output in zip(prompts, outputs, strict=True)
         ]
         cached = [output.num_cached_tokens or 0 for output in outputs]
@@ -135,7 +141,7 @@ class VLLMRolloutEngine:
                     f"sequence {index} has {len(sequence)} tokens; the engine scores 1 to {self._max_model_len - 1}"
                 )
             check_token_ids(sequence, self._vocab_size, f"sequence {index}")
-        params = _sampling_params(SamplingSettings(temperature=0.0, top_p=1.0, top_k=0, stop_token_ids=()))
+        params = sampling_params(SamplingSettings(temperature=0.0, top_p=1.0, top_k=0, stop_token_ids=()))
         params.prompt_logprobs = 0
         params.skip_reading_prefix_cache = True  # a cached prefix would have no log-probabilities
         outputs = self._run([list(sequence) for sequence in sequences], [params] * len(sequences))
@@ -160,8 +166,10 @@ class VLLMRolloutEngine:
         self._llm.init_weight_transfer_engine({"init_info": init_info})
 
     def begin_update(self, manifest: Sequence[TensorSpec]) -> None:
-        """Checks the manifest and starts an update; for backends whose tensors do not come with the call."""
+        """Checks the manifest and starts an update, from scratch if an earlier one has failed or was left open."""
         check_manifest(manifest, self._expected)
+        if self._torn_by is not None:
+            self._llm.collective_rpc("abandon_update")
         self._torn_by = "an update was started and not finished"
         self._llm.start_weight_update()
 
@@ -175,8 +183,7 @@ class VLLMRolloutEngine:
         try:
             self._llm.update_weights({"update_info": update_info})
         except Exception as error:
-            self._torn_by = f"{type(error).__name__}: {error}"
-            raise WeightSyncError(f"weight update failed in the engine, repeat it: {self._torn_by}") from error
+            raise self._failed(error) from error
 
     def finish_update(self, version: int) -> None:
         """Ends the update, forgets the keys and values of the old weights, and publishes `version` last.
@@ -187,20 +194,22 @@ class VLLMRolloutEngine:
         try:
             self._llm.finish_weight_update()
         except Exception as error:
-            self._torn_by = f"{type(error).__name__}: {error}"
-            raise WeightSyncError(f"weight update failed in the engine, repeat it: {self._torn_by}") from error
+            raise self._failed(error) from error
         if not self._llm.reset_prefix_cache():
             self._torn_by = "the prefix cache of the old weights is still in use by running requests"
             raise WeightSyncError(f"weight update {version}: {self._torn_by}; repeat it when no request is running")
         self._llm.update_weight_version(str(version))
         self._torn_by = None
 
+    def _failed(self, error: Exception) -> WeightSyncError:
+        """Keeps the engine from sampling until a complete update has been applied."""
+        self._torn_by = f"{type(error).__name__}: {error}"
+        return WeightSyncError(f"weight update failed in the engine, repeat it: {self._torn_by}")
+
     def effective_settings(self) -> dict[str, Any]:
         """Engine arguments and every sampling field as vLLM holds them; seed and length differ per request."""
-        params = _sampling_params(self._sampling)
-        fields = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty")
-        fields += ("frequency_penalty", "min_tokens", "stop", "stop_token_ids", "ignore_eos", "logit_bias")
-        settings = {f"sampling/{field}": getattr(params, field) for field in fields}
+        params = sampling_params(self._sampling)
+        settings = {f"sampling/{field}": getattr(params, field) for field in LOGGED_FIELDS}
         settings |= {f"engine/{name}": value for name, value in self._arguments.items()}
         return settings | {"engine/weight_transfer": self._backend, "engine/threads": torch.get_num_threads()}
 
@@ -217,152 +226,13 @@ class VLLMRolloutEngine:
         if not prompts:
             return []
         try:
-            with _plain_eager(self._on_cpu):
+            with plain_eager(self._on_cpu):
                 return self._llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
-        except Exception:
+        except BaseException:
             engine = self._llm.llm_engine
             engine.abort_request(list(engine.output_processor.request_states), internal=True)
             raise
 
     def _check_sampling(self, sampling: SamplingSettings) -> None:
-        _check_temperature(sampling)
+        check_temperature(sampling)
         check_token_ids(sampling.stop_token_ids, self._vocab_size, "stop_token_ids")
-
-
-def _check_temperature(sampling: SamplingSettings) -> None:
-    if 0 < sampling.temperature < _LOWEST_TEMPERATURE:
-        raise ValueError(
-            f"rollout.temperature={sampling.temperature}: vLLM samples at {_LOWEST_TEMPERATURE} instead; "
-            f"use 0 (greedy) or at least {_LOWEST_TEMPERATURE}"
-        )
-
-
-def _prompt_params(prompt: AnchorPrompt, sampling: SamplingSettings) -> Any:
-    """Sampling parameters of one anchor; vLLM gives sample i of a request the seed `seed + i`.
-
-    Greedy samples are all the same, and vLLM refuses to compute them more than once.
-    """
-    num_samples = prompt.num_samples if sampling.temperature > 0 else 1
-    return _sampling_params(sampling, num_samples=num_samples, seed=prompt.seed, max_new_tokens=prompt.max_new_tokens)
-
-
-def _sampling_params(
-    sampling: SamplingSettings, *, num_samples: int = 1, seed: int = 0, max_new_tokens: int = 1
-) -> Any:
-    """Sets every field that shapes a distribution, so that no default of vLLM or of a model folder decides."""
-    from vllm import SamplingParams
-
-    return SamplingParams(
-        n=num_samples,
-        seed=seed,
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        top_k=sampling.top_k,
-        min_p=0.0,
-        presence_penalty=0.0,
-        frequency_penalty=0.0,
-        repetition_penalty=1.0,
-        stop=None,
-        stop_token_ids=list(sampling.stop_token_ids),
-        ignore_eos=True,  # the stop tokens above are the only ones
-        min_tokens=0,
-        max_tokens=max_new_tokens,
-        logprobs=0,  # of the sampled token alone
-        detokenize=False,
-        logit_bias=None,
-        allowed_token_ids=None,
-        bad_words=None,
-    )
-
-
-def _prepare_environment(threads: int) -> None:
-    """Settings that vLLM reads from the environment, made before it is imported.
-
-    The engine runs in this process (no engine-core process of its own), so weights are handed over without a copy
-    and an error arrives as it was raised. In this mode vLLM binds no threads to cores; it keeps the number of
-    torch threads when OMP_NUM_THREADS is set and goes down to one otherwise.
-    """
-    threads = threads or len(os.sched_getaffinity(0))
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    os.environ["OMP_NUM_THREADS"] = str(threads)
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-    torch.set_num_threads(threads)
-
-
-def _transfer_backend(config: RolloutConfig, on_cpu: bool) -> str:
-    if config.weight_transfer == "auto":
-        return "object_store" if on_cpu else "nccl"
-    if on_cpu and config.weight_transfer != "object_store":
-        raise ValueError(
-            f"rollout.weight_transfer={config.weight_transfer} needs a GPU; on CPU use object_store (or auto)"
-        )
-    return config.weight_transfer
-
-
-def _engine_arguments(config: RolloutConfig, on_cpu: bool) -> dict[str, Any]:
-    """vLLM's arguments that the rollout section decides."""
-    arguments: dict[str, Any] = {
-        "skip_tokenizer_init": True,  # token ids in and out: text is nobody's business here
-        "generation_config": "vllm",  # the model folder's generation config must not change sampling
-        "logprobs_mode": "processed_logprobs",
-        "enable_prefix_caching": True,
-        "block_size": config.block_size,
-        "tensor_parallel_size": config.tensor_parallel_size,
-        "enforce_eager": config.enforce_eager or on_cpu,
-    }
-    if not on_cpu:
-        return arguments | {"gpu_memory_utilization": config.gpu_memory_utilization}
-    if config.block_size % _CPU_BLOCK:
-        raise ValueError(
-            f"rollout.block_size={config.block_size}: on CPU vLLM needs a multiple of {_CPU_BLOCK}, "
-            f"for example {_CPU_BLOCK * (config.block_size // _CPU_BLOCK + 1)}"
-        )
-    if config.tensor_parallel_size > 1:
-        raise ValueError(f"rollout.tensor_parallel_size={config.tensor_parallel_size}: on CPU an engine has one worker")
-    kv_bytes = int(config.kv_cache_gib * 2**30)
-    return arguments | {"kv_cache_memory_bytes": kv_bytes, "distributed_executor_backend": "uni"}
-
-
-def _start(model_path: str, arguments: dict[str, Any], backend: str) -> Any:
-    """Starts vLLM; on CPU it replaces torch.set_num_threads for the whole process, which is undone here."""
-    from vllm import LLM
-    from vllm.config import WeightTransferConfig
-
-    from openrlhf_ebft.rollouts.weight_receiver import WORKER_EXTENSION
-
-    set_num_threads = torch.set_num_threads
-    try:
-        return LLM(
-            model_path,
-            worker_extension_cls=WORKER_EXTENSION,
-            weight_transfer_config=WeightTransferConfig(backend=backend),
-            **arguments,
-        )
-    finally:
-        torch.set_num_threads = set_num_threads
-
-
-def _plain_eager(on_cpu: bool) -> AbstractContextManager[Any]:
-    """On CPU, keeps torch.compile out: one small function of vLLM's sampler costs 13 s of C++ compilation."""
-    return torch.compiler.set_stance("force_eager") if on_cpu else nullcontext()
-
-
-def _completions(samples: Sequence[Any], prompt: AnchorPrompt, *, greedy: bool) -> tuple[Completion, ...]:
-    completions = tuple(_completion(sample, prompt) for sample in samples)
-    return completions * prompt.num_samples if greedy else completions
-
-
-def _completion(sample: Any, prompt: AnchorPrompt) -> Completion:
-    """Turns vLLM's output into a record.
-
-    Raises:
-        RuntimeError: the sample was aborted or came back without tokens.
-    """
-    token_ids = tuple(sample.token_ids)
-    if sample.finish_reason not in ("stop", "length") or not token_ids:
-        raise RuntimeError(
-            f"{prompt}: vLLM returned {len(token_ids)} tokens with finish reason {sample.finish_reason!r}"
-        )
-    logprobs = tuple(entry[token].logprob for entry, token in zip(sample.logprobs, token_ids, strict=True))
-    return Completion(token_ids, logprobs, sample.finish_reason)

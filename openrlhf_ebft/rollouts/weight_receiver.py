@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
+from vllm.config import set_current_vllm_config
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -24,7 +25,16 @@ WORKER_EXTENSION = f"{__name__}.WeightReceiver"
 
 
 class WeightReceiver:
-    """Worker extension without methods: vLLM imports its module in every worker."""
+    """Worker extension: its methods become methods of vLLM's worker and run by `collective_rpc`."""
+
+    def abandon_update(self: Any) -> None:
+        """Takes the model's layers out of loading state after a failed update, whatever backend received it.
+
+        Without this a repeated update would add to what the failed one has counted.
+        """
+        self._weight_update_active = False
+        with set_current_vllm_config(self.vllm_config):
+            finalize_layerwise_reload(self.model_runner.get_model(), self.model_config)
 
 
 @dataclass
@@ -61,19 +71,15 @@ class ObjectStoreWeightTransferEngine(WeightTransferEngine[ObjectStoreInitInfo, 
     def receive_weights(self, update_info: ObjectStoreUpdateInfo) -> None:
         """Loads one chunk.
 
-        A failure takes the layers out of loading state again, so that the update can be repeated from the start.
-
         Raises:
             RuntimeError: after the last chunk some parameters of the model have not been reached.
         """
-        try:
-            loaded = self.model.load_weights(update_info.tensors.items())
-            self._loaded |= loaded or set()
-            if update_info.last and loaded is not None:
-                self._check_complete()
-        except BaseException:
-            finalize_layerwise_reload(self.model, self.model_config)
-            raise
+        loaded = self.model.load_weights(update_info.tensors.items())
+        if loaded is None:  # a few of vLLM's models do not tell
+            return
+        self._loaded |= loaded
+        if update_info.last:
+            self._check_complete()
 
     def finish_weight_update(self) -> None:
         """Processes what is left (attention scales, padded layers) and ends the loading state."""
