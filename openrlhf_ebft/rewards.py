@@ -12,6 +12,7 @@ from openrlhf_ebft.core.rewards import (
     get_diversity_rewards,
 )
 from openrlhf_ebft.core.whitening import whiten_embeddings_batched
+from openrlhf_ebft.models.hidden_states import extract_hidden_states
 
 __all__ = [
     "GroupRewards",
@@ -21,6 +22,7 @@ __all__ = [
     "compute_advantages",
     "compute_rewards",
     "compute_rewards_from_embeddings",
+    "extract_hidden_states",
     "get_alignment_rewards",
     "get_diversity_rewards",
     "group_gram",

@@ -5,8 +5,7 @@ depends neither on the order of arrival nor on which replica sent which group.
 """
 
 import logging
-from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -14,48 +13,19 @@ from torch import Tensor
 from openrlhf_ebft.core.advantages import check_estimator, compute_advantages
 from openrlhf_ebft.core.gram import require_floating
 from openrlhf_ebft.core.rewards import GroupRewards, Whitening, compute_rewards
+from openrlhf_ebft.core.step_rewards import (
+    GroupId,
+    GroupValues,
+    MissingSamples,
+    StepRewards,
+    StepStatistics,
+    group_values,
+    step_statistics,
+)
+
+__all__ = ["GroupId", "GroupValues", "MissingSamples", "RewardAggregator", "StepRewards", "StepStatistics"]
 
 logger = logging.getLogger(__name__)
-
-GroupId = Hashable
-"""Names a group, for example (example id, anchor number)."""
-
-# An advantage below this moves nothing; rounding of equal completions' features in different batches stays below it.
-ZERO_ADVANTAGE = 1e-6
-
-
-@dataclass(frozen=True)
-class MissingSamples:
-    """How many of a group's samples came."""
-
-    expected: int
-    received: int
-
-
-@dataclass(frozen=True)
-class StepStatistics:
-    """Exact means over all samples (or groups) of a step, not means of means."""
-
-    alignment: float  # over samples, before the factor 2 and the coefficient
-    diversity: float  # over samples, likewise
-    reward_mean: float  # over samples
-    reward_std: float  # over samples, divisor samples - 1; 0 for one sample
-    raw_alignment: float  # over samples: cosine before whitening
-    cfm: float  # over groups
-    cfm_unbiased: float | None  # over groups with two or more samples; None if there is none
-    zero_advantage_share: float  # share of groups in which no sample has an advantage
-    num_groups: int
-    num_samples: int
-
-
-@dataclass(frozen=True, eq=False)
-class StepRewards:
-    """Result of a step; incomplete groups are in ``missing`` and nowhere else."""
-
-    advantages: dict[GroupId, Tensor]  # (n,) float32 per group
-    rewards: dict[GroupId, Tensor]  # (n,) float32 per group
-    statistics: StepStatistics
-    missing: dict[GroupId, MissingSamples]
 
 
 class RewardAggregator:
@@ -171,10 +141,16 @@ class RewardAggregator:
             for names, rewards, advantages in batches
             for group, advantage, reward in zip(names, advantages, rewards.reward, strict=True)
         }
+        values = {
+            group: value
+            for names, rewards, _ in batches
+            for group, value in zip(names, group_values(rewards), strict=True)
+        }
         return StepRewards(
+            groups={group: values[group] for group in complete},
             advantages={group: by_group[group][0] for group in complete},
             rewards={group: by_group[group][1] for group in complete},
-            statistics=_statistics([(rewards, advantages) for _, rewards, advantages in batches]),
+            statistics=step_statistics([(rewards, advantages) for _, rewards, advantages in batches]),
             missing=missing,
         )
 
@@ -211,26 +187,3 @@ class RewardAggregator:
 def _describe(missing: Mapping[GroupId, MissingSamples]) -> str:
     some = [f"{group!r} ({count.received} of {count.expected})" for group, count in list(missing.items())[:10]]
     return f"{len(missing)} groups with missing samples: {', '.join(some)}"
-
-
-def _statistics(batches: Sequence[tuple[GroupRewards, Tensor]]) -> StepStatistics:
-    """Statistics of batches of groups, each (groups, n) with its own n."""
-
-    def gather(field: str) -> Tensor:
-        return torch.cat([getattr(rewards, field).flatten() for rewards, _ in batches])
-
-    reward, unbiased = gather("reward"), gather("cfm_unbiased")
-    unbiased = unbiased[unbiased.isfinite()]
-    idle = torch.cat([(advantages.abs() <= ZERO_ADVANTAGE).all(-1) for _, advantages in batches])
-    return StepStatistics(
-        alignment=gather("alignment").mean().item(),
-        diversity=gather("diversity").mean().item(),
-        reward_mean=reward.mean().item(),
-        reward_std=reward.std().item() if len(reward) > 1 else 0.0,
-        raw_alignment=gather("raw_alignment").mean().item(),
-        cfm=gather("cfm").mean().item(),
-        cfm_unbiased=unbiased.mean().item() if len(unbiased) else None,
-        zero_advantage_share=idle.double().mean().item(),
-        num_groups=len(idle),
-        num_samples=len(reward),
-    )

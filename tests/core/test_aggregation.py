@@ -63,6 +63,10 @@ def test_equals_the_functions_over_the_whole_step():
     assert statistics.cfm == pytest.approx(rewards.cfm.mean().item())
     assert statistics.cfm_unbiased == pytest.approx(rewards.cfm_unbiased.mean().item())
     assert (statistics.num_groups, statistics.num_samples, statistics.zero_advantage_share) == (5, 20, 0.0)
+    assert list(result.groups) == IDS
+    for row, group in enumerate(result.groups.values()):
+        for name in ("alignment", "diversity", "reward", "raw_alignment", "cfm", "cfm_unbiased"):
+            assert getattr(group, name) == pytest.approx(getattr(rewards, name)[row].mean().item())
 
 
 def test_groups_of_different_sizes_weigh_by_their_samples():
@@ -131,6 +135,7 @@ def test_single_samples_need_reinforce_and_are_said_once(caplog):
             result = aggregator.finish(step)
     assert len(caplog.records) == 1
     assert result.statistics.cfm_unbiased is None
+    assert result.groups["a"].cfm_unbiased is None
     assert result.statistics.diversity == 0
     torch.testing.assert_close(result.advantages["a"], result.rewards["a"])
 
