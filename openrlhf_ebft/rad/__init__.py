@@ -10,7 +10,9 @@ from openrlhf_ebft.rad.control import RAD
 from openrlhf_ebft.rad.loading import load_sequence_classifier, sequence_classifier_class
 from openrlhf_ebft.rad.processor import ValueGuidedProcessor, ValueStepRecord
 from openrlhf_ebft.rad.protocol import Capability, ModelAccess, Requirements
+from openrlhf_ebft.rad.reward_loss import prefix_reward_loss, prefix_rewards
 from openrlhf_ebft.rad.reward_model_value import RewardModelValue
+from openrlhf_ebft.rad.reward_training import PrefixRewardTrainSpec, train_prefix_reward_model
 from openrlhf_ebft.rad.values import BaseCandidateValue, CandidateValue, StepContext, WeightedValue, extract_score
 
 __all__ = [
@@ -20,6 +22,7 @@ __all__ = [
     "CandidateValue",
     "Capability",
     "ModelAccess",
+    "PrefixRewardTrainSpec",
     "RADArgs",
     "Requirements",
     "RewardModelValue",
@@ -29,6 +32,9 @@ __all__ = [
     "WeightedValue",
     "extract_score",
     "load_sequence_classifier",
+    "prefix_reward_loss",
+    "prefix_rewards",
     "select_candidates",
     "sequence_classifier_class",
+    "train_prefix_reward_model",
 ]

@@ -1,0 +1,88 @@
+"""Reward training on several ranks, each a Ray actor with a DeepSpeed trainer."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable
+
+import ray
+
+from openrlhf_ebft.config.reward_training import RewardConfig
+from openrlhf_ebft.rad.reward_training import PrefixRewardTrainSpec, RewardStep
+
+
+class RewardRank:
+    """One rank; a thin shell around `DeepSpeedRewardTrainer`."""
+
+    def address(self) -> tuple[str, int]:
+        """This node's address and a free port on it, for rank 0 to meet the others."""
+        with socket.socket() as server:
+            server.bind(("", 0))
+            return ray.util.get_node_ip_address(), server.getsockname()[1]
+
+    def setup(self, rank: int, world_size: int, address: tuple[str, int]) -> None:
+        """Set what torch.distributed reads."""
+        host, port = address
+        os.environ.update(
+            RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK="0", MASTER_ADDR=host, MASTER_PORT=str(port)
+        )
+
+    def build(self, config: RewardConfig, spec: PrefixRewardTrainSpec, texts: list[str], labels: list[float]) -> None:
+        """Load the model and start DeepSpeed."""
+        from openrlhf_ebft.distributed.reward_trainer import DeepSpeedRewardTrainer
+
+        self.trainer = DeepSpeedRewardTrainer(config.backbone, texts, labels, spec, config.training.zero_stage)
+
+    def total_steps(self) -> int:
+        """Optimizer steps of the whole run."""
+        return self.trainer.total_steps
+
+    def train_step(self) -> RewardStep:
+        """One optimizer step of all ranks."""
+        return self.trainer.train_step()
+
+    def save(self, output_dir: str) -> None:
+        """Write the reward model (rank 0)."""
+        self.trainer.save(output_dir)
+
+
+def train_on_ranks(
+    config: RewardConfig,
+    spec: PrefixRewardTrainSpec,
+    train: tuple[list[str], list[float]],
+    on_step: Callable[[RewardStep], None],
+) -> None:
+    """Train on `config.training.ranks` actors and save to `config.output_dir`; blocks until done.
+
+    Starts a local Ray when none is connected, and stops what it started. Each rank takes one CPU, and one GPU where
+    the cluster has one for every rank.
+
+    Raises:
+        ValueError: the cluster has fewer CPUs than ranks.
+    """
+    started = not ray.is_initialized()
+    if started:
+        ray.init(include_dashboard=False, log_to_driver=False)
+    ranks = config.training.ranks
+    actors: list[ray.actor.ActorHandle] = []
+    try:
+        available = ray.cluster_resources()
+        if available.get("CPU", 0) < ranks:
+            raise ValueError(
+                f"training.ranks = {ranks} needs as many CPUs; the cluster has {available.get('CPU', 0):.0f}"
+            )
+        share = {"num_cpus": 1, "num_gpus": 1 if available.get("GPU", 0) >= ranks else 0}
+        actors += [ray.remote(RewardRank).options(**share).remote() for _ in range(ranks)]
+        address = ray.get(actors[0].address.remote())
+        ray.get([actor.setup.remote(rank, ranks, address) for rank, actor in enumerate(actors)])
+        texts, labels = (ray.put(part) for part in train)
+        ray.get([actor.build.remote(config, spec, texts, labels) for actor in actors])
+        for _ in range(ray.get(actors[0].total_steps.remote())):
+            on_step(ray.get([actor.train_step.remote() for actor in actors])[0])
+        ray.get([actor.save.remote(config.output_dir) for actor in actors])
+    finally:
+        for actor in actors:
+            ray.kill(actor)
+        if started:
+            ray.shutdown()
