@@ -40,10 +40,14 @@ def sequence_classifier_class(model_id: str | Path, **from_pretrained_kwargs: An
         **from_pretrained_kwargs: those that decide which configuration is read are passed on.
 
     Raises:
+        OSError: no such model.
         ValueError: the configuration belongs to no architecture that transformers can build a backbone for.
     """
     hub = {name: value for name, value in from_pretrained_kwargs.items() if name in _HUB_ARGUMENTS}
-    config = AutoConfig.from_pretrained(str(model_id), **hub)
+    try:
+        config = AutoConfig.from_pretrained(str(model_id), **hub)
+    except OSError as fault:
+        raise OSError(f"{model_id} is neither a folder with a model nor a model that the hub gave: {fault}") from fault
     if type(config) in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING or _has_remote_classifier(config, hub):
         return AutoModelForSequenceClassification
     return _built_classifier(config)
