@@ -205,7 +205,7 @@ def main() -> None:
             command.add_argument(name)
         command.set_defaults(run=function)
         if function is prepare:
-            command.add_argument("--layers", type=int, default=10, help="blocks of the reward model's backbone")
+            command.add_argument("--layers", type=int, default=6, help="blocks of the reward model's backbone")
         if function is steer:
             command.add_argument("--batch-size", type=int, default=50)
     arguments = vars(parser.parse_args())
