@@ -5,6 +5,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModel, AutoModelForCausalLM, LlamaConfig
 
+from openrlhf_ebft.core.pooling import apply_embed_method
 from openrlhf_ebft.models.hidden_states import HiddenStateTap, extract_hidden_states, find_blocks
 from tests.live_bytes import LiveBytes
 from tests.models.families import BERT, CONFIGS, HIDDEN, LAYERS, build, padded_batch
@@ -68,6 +69,27 @@ def test_runs_no_head_and_no_block_above_the_deepest(indices, blocks_run):
         block.register_forward_pre_hook(lambda *_, number=number: ran.append(number))
     extract_hidden_states(model, *padded_batch("left"), indices)
     assert ran == [*range(1, blocks_run + 1), *(["norm"] if blocks_run == LAYERS else [])]
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("family", ["llama", "gpt2", "opt"])
+def test_case_b62_ragged_rows_give_the_same_last_token_in_every_batching(family, side):
+    model = build(AutoModelForCausalLM, CONFIGS[family])
+    rows = [[5, 6], [7, 2, 8, 9, 2], [11, 12, 2, 13, 14, 15, 2, 16, 17]]  # 2 is EOS, also inside a text
+    alone = []
+    for row in rows:
+        states = extract_hidden_states(model, torch.tensor([row]), torch.ones(1, len(row)), [2, 4])
+        alone.append(apply_embed_method(states, "last_token"))
+        torch.testing.assert_close(alone[-1], states[:, -1])
+    ids, mask = torch.zeros(3, 9, dtype=torch.long), torch.zeros(3, 9, dtype=torch.long)
+    for number, row in enumerate(rows):
+        place = slice(9 - len(row), 9) if side == "left" else slice(0, len(row))
+        ids[number, place], mask[number, place] = torch.tensor(row), 1
+    positions = (mask.cumsum(-1) - 1).clamp_min(0)
+    for batch_size in (1, 2, 3):
+        states = extract_hidden_states(model, ids, mask, [2, 4], batch_size, position_ids=positions)
+        pooled = apply_embed_method(states, "last_token", mask)
+        torch.testing.assert_close(pooled, torch.cat(alone), atol=1e-5, rtol=1e-5)
 
 
 def all_hooks(model):
