@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from openrlhf_ebft.cli.config_arguments import config_parser, list_keys, split_overrides
+from openrlhf_ebft.cli.config_arguments import config_parser, split_overrides
 from openrlhf_ebft.config import dump_config
 from openrlhf_ebft.config.errors import UserError
 from openrlhf_ebft.config.reward_training import RewardConfig, RewardDataConfig, load_reward_config
@@ -18,16 +18,14 @@ Rows = tuple[list[str], list[float]]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command's own arguments, for a parser that does not know the configuration flags."""
-    parser.add_argument("config", metavar="CONFIG", help="YAML file of the run")
+    """The command's arguments besides CONFIG and the configuration flags."""
     parser.add_argument("--print-config", action="store_true", help="print the checked configuration and stop")
-    parser.epilog = list_keys(RewardConfig)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Trains as the configuration says; returns the exit code."""
     parser = config_parser("openrlhf-ebft train-reward", DESCRIPTION, RewardConfig)
-    parser.add_argument("--print-config", action="store_true", help="print the checked configuration and stop")
+    add_arguments(parser)
     words = sys.argv[1:] if argv is None else argv
     own, overrides = split_overrides(words, {"--print-config": False, "--help": False})
     arguments = parser.parse_args(own)
@@ -64,7 +62,8 @@ def read_rows(path: str, data: RewardDataConfig) -> Rows:
         UserError: names file, line and column of the first faulty row.
     """
     texts, labels = [], []
-    for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), 1):
+    # Split at line feeds only: a text may hold other line separators.
+    for number, line in enumerate(Path(path).read_text(encoding="utf-8").split("\n"), 1):
         if not line.strip():
             continue
         text, label = _read_row(f"{path}, line {number}", line, data)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import copy
 import gc
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoTokenizer
 
 from openrlhf_ebft.rad.args import RADArgs
-from openrlhf_ebft.rad.loading import load_sequence_classifier
+from openrlhf_ebft.rad.loading import has_tokenizer, load_sequence_classifier
 from openrlhf_ebft.rad.logprobs import continuation_logprobs
 from openrlhf_ebft.rad.processor import ValueGuidedProcessor
 from openrlhf_ebft.rad.protocol import Capability, ModelAccess, Requirements
@@ -67,10 +68,11 @@ class RAD:
 
         Args:
             model: the language model.
-            tokenizer: its tokenizer; without it, `model.tokenizer` or the one saved beside the model.
+            tokenizer: its tokenizer; without it, `model.tokenizer` or the one saved beside the model. When neither
+                model has any, token ids are taken as shared.
 
         Raises:
-            ValueError: no tokenizer can be found, or `score_index` is outside the reward model's outputs.
+            ValueError: only one of the two tokenizers can be found, or `score_index` is outside the model's outputs.
 
         Warns:
             UserWarning: one, when `efficient` is set and the cached path is impossible; it names the reason.
@@ -237,13 +239,11 @@ def _plain(name: str, value: Any) -> Any:
 
 
 def _tokenizer_of(model: Any) -> Any:
+    """The tokenizer attached to the model or saved where it was loaded from; None when there is none."""
     attached = getattr(model, "tokenizer", None)
     if attached is not None:
         return attached
     origin = model.config.name_or_path
-    if not origin:
-        raise ValueError("steer() needs the language model's tokenizer: pass tokenizer=")
-    try:
-        return AutoTokenizer.from_pretrained(origin)
-    except (OSError, ValueError) as fault:
-        raise ValueError(f"no tokenizer can be loaded from {origin}: pass tokenizer= to steer()") from fault
+    if not origin or (Path(origin).is_dir() and not has_tokenizer(Path(origin))):
+        return None
+    return AutoTokenizer.from_pretrained(origin)

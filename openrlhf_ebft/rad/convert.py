@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import GPT2Config, GPT2ForSequenceClassification
 
-from openrlhf_ebft.rad.loading import load_tokenizer
+from openrlhf_ebft.rad.loading import has_tokenizer, load_tokenizer
 
 WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
 # GPT-2 of every published size has heads of 64 values; the state dict alone does not tell.
@@ -161,6 +161,6 @@ def _load(model: GPT2ForSequenceClassification, state: dict[str, torch.Tensor], 
 
 
 def _tokenizer_folder(folder: Path) -> Path:
-    if not any((folder / name).is_file() for name in ("tokenizer.json", "vocab.json")):
+    if not has_tokenizer(folder):
         raise FileNotFoundError(f"{folder} holds no tokenizer: name one (a GPT-2 tokenizer's folder or hub id)")
     return folder

@@ -17,6 +17,14 @@ from transformers import (
 from transformers.modeling_layers import GenericForSequenceClassification
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, MODEL_MAPPING
 
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "vocab.json",
+    "vocab.txt",
+    "tokenizer.model",
+    "spiece.model",
+)
 # Arguments of from_pretrained that decide which config.json is read.
 _HUB_ARGUMENTS = (
     "cache_dir",
@@ -73,7 +81,7 @@ def load_sequence_classifier(
     device: str | torch.device | None = None,
     hf_model_kwargs: dict[str, Any] | None = None,
 ) -> tuple[PreTrainedModel, Any]:
-    """A sequence classifier in eval mode and its tokenizer.
+    """A sequence classifier in eval mode and its tokenizer (None for a folder that holds none).
 
     The tokenizer pads on the right, with EOS when it has no pad token; a configuration without a pad id takes the
     tokenizer's. Scores of this package never depend on the pad id: they are read at the last real token.
@@ -84,7 +92,7 @@ def load_sequence_classifier(
         hf_model_kwargs: extra arguments of `from_pretrained`; `trust_remote_code` only if given here.
 
     Raises:
-        OSError: no such model, or no tokenizer beside it.
+        OSError: no such model.
         ValueError: an architecture without a backbone.
 
     Warns:
@@ -103,10 +111,17 @@ def load_sequence_classifier(
         )
     if device is not None:
         model = model.to(device)
+    if Path(model_id).is_dir() and not has_tokenizer(Path(model_id)):
+        return model.eval(), None
     tokenizer = load_tokenizer(model_id, **hub)
     if model.config.pad_token_id is None and tokenizer.pad_token_id is not None:
         model.config.pad_token_id = tokenizer.pad_token_id
     return model.eval(), tokenizer
+
+
+def has_tokenizer(folder: Path) -> bool:
+    """Whether a folder holds a tokenizer's files."""
+    return any((folder / name).is_file() for name in _TOKENIZER_FILES)
 
 
 def load_tokenizer(model_id: str | Path, **hub_arguments: Any) -> Any:

@@ -18,8 +18,18 @@ FORWARD_FAULTS = (RuntimeError, ValueError, TypeError, AttributeError, LookupErr
 
 
 def same_vocabulary(lm_tokenizer: Any, rm_tokenizer: Any) -> bool:
-    """Whether both tokenizers give every token the same id."""
-    return lm_tokenizer is rm_tokenizer or lm_tokenizer.get_vocab() == rm_tokenizer.get_vocab()
+    """Whether both tokenizers give every token the same id. Without any tokenizer there are only ids: they are shared.
+
+    Raises:
+        ValueError: only one of the two is known.
+    """
+    if lm_tokenizer is rm_tokenizer:
+        return True
+    if lm_tokenizer is None:
+        raise ValueError("steer() needs the language model's tokenizer to compare vocabularies: pass tokenizer=")
+    if rm_tokenizer is None:
+        raise ValueError("the reward model's folder holds no tokenizer to compare vocabularies: save it there")
+    return lm_tokenizer.get_vocab() == rm_tokenizer.get_vocab()
 
 
 def resolve_value(

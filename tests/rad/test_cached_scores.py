@@ -188,6 +188,20 @@ def test_ragged_batches_score_alike(name):
     assert max(alone) - min(alone) > 1e-3
 
 
+@pytest.mark.parametrize("name", ["bert", "roberta", "opt", "gpt2"])
+def test_prompts_beyond_the_position_table(name):
+    """RoBERTa numbers positions from the pad id on, OPT shifts them: neither may run out of its table."""
+    from tests.rad.conftest import encoder_configs
+
+    model = make_classifier({**configs(), **encoder_configs()}[name])
+    value = RewardModelValue(model)
+    assert value.max_length == (66 if name == "bert" else 64)
+    ids = torch.randint(3, VOCAB, (2, 90), generator=torch.Generator().manual_seed(0))
+    got = value.score(StepContext(ids, torch.tensor([[4], [5]])))
+    kept = StepContext(ids[:, -(value.max_length - 1) :], torch.tensor([[4], [5]]))
+    torch.testing.assert_close(got, value.score(kept))
+
+
 def test_two_threads_on_one_value():
     """Alternating callers on ONE value are slow but right; copies do not meet at all."""
     model = make_classifier(configs()["llama"])

@@ -271,6 +271,16 @@ def test_no_tokenizer_is_a_clear_error(llama_reward, lm):
         RAD(beta=1.0, reward_model_id=llama_reward).steer(lm)
 
 
+def test_without_any_tokenizer_ids_are_shared(tmp_path, lm, tokenizer):
+    make_classifier(configs()["gpt2"]).save_pretrained(tmp_path)
+    rad = RAD(beta=1.0, reward_model_id=str(tmp_path), verify=True)
+    rad.steer(lm)
+    assert rad.scoring_path == "cached"
+    generate(rad, lm)
+    with pytest.raises(ValueError, match="holds no tokenizer"):
+        rad.steer(lm, tokenizer)
+
+
 def test_tokenizer_saved_beside_the_model(llama_reward, lm, tokenizer, tmp_path):
     lm.save_pretrained(tmp_path / "lm")
     tokenizer.save_pretrained(tmp_path / "lm")
