@@ -8,6 +8,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from openrlhf_ebft.distributed.weight_sync import ExpectedWeights, TensorSpec, dtype_name
+from openrlhf_ebft.models.loading import causal_lm_arguments
 
 
 def expected_weights(model_path: str, dtype: torch.dtype, *, trust_remote_code: bool = False) -> ExpectedWeights:
@@ -15,7 +16,8 @@ def expected_weights(model_path: str, dtype: torch.dtype, *, trust_remote_code: 
 
     The names are those of `state_dict()` on the trainer's side, and of the checkpoints that engines load.
     """
-    config = AutoConfig.from_pretrained(model_path, trust_remote_code=trust_remote_code)
+    name, extra = causal_lm_arguments(model_path)
+    config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code, **extra)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
     specs: dict[str, TensorSpec] = {}

@@ -64,11 +64,17 @@ class VLLMRolloutEngine:
         """Loads the model. Arguments as in `build_engine`.
 
         Raises:
-            ValueError: a temperature or block size that vLLM would change or refuse, a stop token outside the
-                vocabulary, or weight_transfer that the device cannot do.
+            RuntimeError: this process has a vLLM engine already.
+            ValueError: a .gguf file, a temperature or block size that vLLM would change or refuse, a stop token
+                outside the vocabulary, or weight_transfer that the device cannot do.
         """
         if VLLMRolloutEngine._alive:
             raise RuntimeError("this process has one vLLM engine already; shut it down first, or use another process")
+        if model_path.endswith(".gguf"):
+            raise ValueError(
+                f"{model_path}: vLLM would keep a .gguf file's weights quantised, which cannot be updated; write a "
+                "safetensors folder first (openrlhf-ebft prepare-model), or use rollout.engine=transformers"
+            )
         check_temperature(sampling)
         prepare_environment(threads)
         from vllm.platforms import current_platform

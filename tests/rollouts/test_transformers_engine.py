@@ -18,6 +18,7 @@ from openrlhf_ebft.rollouts.engine import build_engine
 from openrlhf_ebft.rollouts.sampling import draw_uniforms, pick_tokens, sampler_logprobs
 from openrlhf_ebft.rollouts.transformers_engine import _batches
 from tests.rollouts.requests import GREEDY, SAMPLED, request, token_logprobs, train_steps
+from tests.tiny_gguf import write_llama_gguf
 from tests.tiny_models import tiny_gpt2, tiny_llama, tiny_qwen2
 
 PROMPT = list(range(3, 45))
@@ -181,3 +182,13 @@ def test_batches_cover_every_prompt_once_within_the_row_limit():
     for batch in batches:
         assert len({prompts[index].num_samples for index in batch}) == 1
         assert len(batch) == 1 or len(batch) * prompts[batch[0]].num_samples <= 64
+
+
+def test_gguf_model_is_served_and_updated(tmp_path):
+    model = tiny_llama(tmp_path / "plain", tied=False)
+    write_llama_gguf(model, tmp_path / "tiny.gguf")
+    engine = start(tmp_path / "tiny.gguf")
+    assert engine.score([PROMPT])[0] == pytest.approx(token_logprobs(model, PROMPT).tolist(), abs=1e-5)
+    train_steps(model)
+    engine.update_weights(build_update(2, model.state_dict().items(), dtype=torch.float32))
+    assert engine.score([PROMPT])[0] == pytest.approx(token_logprobs(model, PROMPT).tolist(), abs=1e-5)

@@ -14,7 +14,7 @@ from openrlhf_ebft.core.seeding import completion_seed
 from openrlhf_ebft.rollouts.engine import build_engine
 from tests.rollouts.requests import GREEDY, SAMPLED, request, token_logprobs
 from tests.rollouts.vllm_engines import start
-from tests.tiny_models import VOCAB, tiny_llama
+from tests.tiny_models import VOCAB, tiny_llama, tiny_tokenizer
 
 pytestmark = pytest.mark.stack
 MAX_LEN = 96
@@ -142,6 +142,20 @@ def test_completion_that_is_only_the_stop_token_is_kept(setup):
     assert group[0].token_ids == free[0].token_ids
     assert len(group[0].logprobs) == 1
     assert group[0].finish_reason == "stop"
+
+
+def test_token_ids_are_taken_as_they_are(setup, tmp_path):
+    """ "he" + "llo" stays two tokens though "hello" is one: nothing between trainer and engine re-tokenises."""
+    model, engine = setup
+    tokenizer = tiny_tokenizer(tmp_path)
+    two, one = tokenizer.convert_tokens_to_ids(["he", "llo"]), tokenizer("hello")["input_ids"]
+    assert (len(two), len(one)) == (2, 1)
+    prompts = [PROMPT[:9] + two, PROMPT[:9] + one]
+    groups = completions(engine, *(request(prompt, [len(prompt)]) for prompt in prompts))
+    for prompt, ((sample,),) in zip(prompts, groups, strict=True):
+        wanted = token_logprobs(model, prompt + list(sample.token_ids), 0.7)[len(prompt) - 1 :]
+        assert torch.allclose(torch.tensor(sample.logprobs), wanted, atol=5e-5)
+    assert groups[0][0][0].logprobs[0] != groups[1][0][0].logprobs[0]
 
 
 def test_nested_prefixes_come_from_the_cache(setup):
