@@ -105,7 +105,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--repeats", type=int, default=20, help="runs of the package's version, the best counts")
     repeats = parser.parse_args().repeats
-    print(f"torch {torch.__version__}, 1 thread, {NUM_GROUPS} groups of {NUM_SAMPLES}, float32")
+    torch.set_num_threads(1)
+    print(f"torch {torch.__version__}, 1 thread, {NUM_GROUPS} groups of {NUM_SAMPLES}, float32", flush=True)
     for size in SIZES:
         torch.manual_seed(0)
         phi, gt = torch.randn(NUM_GROUPS, NUM_SAMPLES, size.dim), torch.randn(NUM_GROUPS, size.dim)
@@ -115,12 +116,11 @@ def main() -> None:
         ):
             slow, fast = compare(size, loop, package, phi, gt, repeats)
             scaled = "" if size.loop_groups == NUM_GROUPS else " (scaled)"
-            torch.set_num_threads(1)
-    print(
-        f"{size.name:24} {what:10} loop {slow:8.3f} s{scaled:9} package {fast:8.4f} s "
-        f"ratio {slow / fast:6.0f}x (goal {goal}x)",
-        flush=True,
-    )
+            print(
+                f"{size.name:24} {what:10} loop {slow:8.3f} s{scaled:9} package {fast:8.4f} s "
+                f"ratio {slow / fast:6.0f}x (goal {goal}x)",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

@@ -96,6 +96,13 @@ def test_neighbours_of_a_zero_group_are_untouched():
         assert torch.equal(getattr(rewards, field)[::2], getattr(right, field))
 
 
+def test_no_groups_give_no_rewards():
+    rewards = compute_rewards_from_embeddings(torch.ones(0, 4, 8), torch.ones(0, 8))
+    assert rewards.reward.shape == (0, 4)
+    assert rewards.cfm.shape == (0,)
+    assert whiten_embeddings_batched(torch.ones(0, 4, 8), torch.ones(0, 1, 8))[1].shape == (0, 1, 8)
+
+
 def test_non_finite_group_is_named():
     phi, gt = torch.randn(4, 3, 8), torch.randn(4, 8)
     phi[2, 1, 5] = torch.nan

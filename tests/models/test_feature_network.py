@@ -9,6 +9,8 @@ from transformers import (
     AutoModel,
     AutoModelForCausalLM,
     AutoModelForMaskedLM,
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
     Gemma3TextConfig,
     GptOssConfig,
     LlamaConfig,
@@ -173,6 +175,19 @@ def test_bidirectional_encoder_reads_rows_only(tmp_path, auto_class):
     torch.testing.assert_close(network(ids, mask, torch.zeros_like(ids)), right, atol=1e-5, rtol=1e-5)
     with pytest.raises(ValueError, match="bidirectional"):
         network(ids, mask.view(3, 1, 1, 9).bool())
+
+
+def test_text_tower_of_a_multimodal_checkpoint(tmp_path):
+    torch.manual_seed(0)
+    vision = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2, "image_size": 28, "patch_size": 14}
+    config = Gemma3Config(text_config=MIXED_LAYERS, vision_config={**vision, "num_hidden_layers": 2})
+    model = Gemma3ForConditionalGeneration(config).eval()
+    model.save_pretrained(tmp_path)
+    network = load_feature_network(str(tmp_path), FRACTIONS, torch.float32)
+    assert not any("vision" in name for name, _ in network.named_parameters())
+    ids, mask = padded_batch("right")
+    right = extract_hidden_states(model.model.language_model, ids, mask, [1, 2, 3])
+    torch.testing.assert_close(network(ids, mask), right, atol=1e-5, rtol=1e-5)
 
 
 def test_tree_mask(tmp_path):
