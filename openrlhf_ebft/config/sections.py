@@ -190,6 +190,9 @@ class LoggingConfig(Section):
     """Where a run leaves its traces."""
 
     root: str = Field("runs", description="folder that holds the run directories")
+    existing_run: Literal["error", "move_aside"] = Field(
+        "error", description="what happens when the run directory exists; move_aside renames the old one"
+    )
     tensorboard: bool = Field(True, description="write tensorboard event files")
     wandb_project: str | None = Field(None, description="Weights & Biases project; default: not used")
     wandb_mode: Literal["online", "offline"] = Field("offline", description="whether wandb uploads")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -25,6 +25,12 @@ class TrainItem:
                 f"{self.tree.example_id}: advantages of shape {tuple(self.advantages.shape)} for completions "
                 f"of shape {tuple(self.tree.branch_lengths.shape)}"
             )
+
+    @classmethod
+    def from_groups(cls, tree: RolloutTree, advantages: Mapping[tuple[str, int], Tensor]) -> TrainItem:
+        """Collects the advantages (n,) of the tree's groups, which are named (example id, anchor number)."""
+        groups = [advantages[(tree.example_id, anchor)] for anchor in range(tree.num_anchors)]
+        return cls(tree, torch.stack(groups))
 
 
 @dataclass(frozen=True)

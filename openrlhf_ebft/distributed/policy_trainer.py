@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 import deepspeed
@@ -172,6 +173,16 @@ class PolicyTrainer:
                 continue
             with deepspeed.zero.GatheredParameters([parameter]):
                 yield name, parameter.detach().clone()
+
+    def save_model(self, folder: Path) -> None:
+        """Writes the model in Hugging Face format on rank 0; collective under ZeRO-3."""
+        state = {}
+        for name, tensor in self.named_weights():
+            if self.rank == 0:
+                state[name] = tensor.cpu()
+        if self.rank == 0:
+            self.engine.module.model.save_pretrained(folder, state_dict=state)
+        dist.barrier()
 
     def close(self) -> None:
         """Leaves the process group."""

@@ -1,0 +1,167 @@
+"""Joins or starts a Ray cluster and starts the actors of a run on it."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from openrlhf_ebft.actors.feature_network import FeatureNetworkActor, FeatureNetworkGroup
+from openrlhf_ebft.actors.placement import NodeResources, PlacementError, Role, list_roles, plan_bundles
+from openrlhf_ebft.actors.policy_trainer import PolicyTrainerActor, PolicyTrainerGroup
+from openrlhf_ebft.actors.reward_aggregator import RewardAggregatorActor, RewardAggregatorHandle
+from openrlhf_ebft.actors.rollout_engine import RolloutEngineActor, RolloutEngineGroup
+from openrlhf_ebft.actors.waiting import wait_for
+from openrlhf_ebft.config.sections import EBFTConfig
+from openrlhf_ebft.core.experience import SamplingSettings
+
+_PASSED_ON = ("HF_HUB_OFFLINE", "HF_HOME", "VLLM_LOGGING_LEVEL")
+
+
+def connect(config: EBFTConfig) -> bool:
+    """Joins the cluster at placement.ray_address (or RAY_ADDRESS), else starts a local one; returns whether it did.
+
+    A local cluster has no dashboard and listens on this machine only.
+    """
+    address = config.placement.ray_address or os.environ.get("RAY_ADDRESS")
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    ray.init(
+        address=address,
+        include_dashboard=None if address else False,
+        log_to_driver=False,
+        logging_level=logging.WARNING,
+        ignore_reinit_error=True,
+    )
+    return address is None
+
+
+@dataclass(frozen=True, eq=False)
+class RunActors:
+    """Every actor of a run, behind its group."""
+
+    rollout: RolloutEngineGroup
+    features: FeatureNetworkGroup
+    rewards: RewardAggregatorHandle
+    trainer: PolicyTrainerGroup
+    handles: tuple[Any, ...]
+    bundles: PlacementGroup
+
+    def kill(self) -> None:
+        """Ends every actor at once and gives their resources back."""
+        for handle in self.handles:
+            ray.kill(handle)
+        remove_placement_group(self.bundles)
+
+
+def start_actors(
+    config: EBFTConfig,
+    *,
+    sampling: SamplingSettings,
+    special_ids: Collection[int],
+    max_model_len: int,
+    total_steps: int,
+    say: Callable[[str], None],
+) -> RunActors:
+    """Places and starts all actors, side by side, and waits until every one has loaded its model.
+
+    Args:
+        config: the run's configuration.
+        sampling: sampling fields of the rollout engines.
+        special_ids: token ids that do not enter pooling.
+        max_model_len: limit of prompt + completion of the rollout engines, in tokens.
+        total_steps: length of the learning-rate schedule.
+        say: takes a line about what is being waited for.
+
+    Raises:
+        PlacementError: the cluster is too small, or does not give the resources in time.
+        ActorError: an actor could not start; names it, with its own text.
+    """
+    nodes = _free_nodes()
+    roles = list_roles(config, with_gpus=any(node.gpus for node in nodes))
+    group = _reserve(plan_bundles(roles, nodes), roles, config.placement.schedule_timeout_s)
+    threads = config.placement.threads_per_actor or os.cpu_count() or 1
+    place = _Placer(group, roles, threads)
+    special = tuple(special_ids)
+    ranks = place("policy trainer", PolicyTrainerActor, lambda i: (config, i))
+    engines = place("rollout engine", RolloutEngineActor, lambda i: (config, sampling, max_model_len))
+    replicas = place("feature network", FeatureNetworkActor, lambda i: (config, special))
+    (aggregator,) = place("reward aggregator", RewardAggregatorActor, lambda i: (config,))
+    actors = RunActors(
+        rollout=RolloutEngineGroup(engines, config),
+        features=FeatureNetworkGroup(replicas),
+        rewards=RewardAggregatorHandle(aggregator, config.features.timeout_s),
+        trainer=PolicyTrainerGroup(ranks, config),
+        handles=(*ranks, *engines, *replicas, aggregator),
+        bundles=group,
+    )
+    try:
+        _wait_until_up(actors, config, total_steps, say)
+    except BaseException:
+        actors.kill()
+        raise
+    return actors
+
+
+def _wait_until_up(actors: RunActors, config: EBFTConfig, total_steps: int, say: Callable[[str], None]) -> None:
+    limit = config.placement.start_timeout_s
+    features = actors.features.async_layer_indices()
+    actors.trainer.start(total_steps, limit)
+    say("policy trainer is up")
+    layers = wait_for("start", actors.features.names, features, limit)
+    say(f"feature network is up, taps after blocks {layers[0]}")
+    settings = actors.rollout.effective_settings(limit)
+    say("rollout engine is up: " + ", ".join(f"{key}={value}" for key, value in settings.items()))
+
+
+def _free_nodes() -> list[NodeResources]:
+    available = ray._private.state.available_resources_per_node()
+    return [NodeResources(node.get("CPU", 0.0), node.get("GPU", 0.0)) for node in available.values()]
+
+
+def _reserve(bundles: Sequence[dict[str, float]], roles: Sequence[Role], timeout_s: float) -> PlacementGroup:
+    group = placement_group(list(bundles), strategy="PACK")
+    if group.wait(timeout_s):
+        return group
+    remove_placement_group(group)
+    asked = "; ".join(str(role) for role in roles)
+    raise PlacementError(
+        f"Ray did not place the actors within placement.schedule_timeout_s = {timeout_s:g} s (asked: {asked}); "
+        "another job may hold the resources: see `ray status`"
+    )
+
+
+class _Placer:
+    """Starts the actors of one role after the other in their bundles."""
+
+    def __init__(self, group: PlacementGroup, roles: Sequence[Role], threads: int) -> None:
+        self._group = group
+        self._roles = {role.name: role for role in roles}
+        starts = [sum(role.count for role in roles[:i]) for i in range(len(roles))]
+        self._first_bundle = dict(zip(self._roles, starts, strict=True))
+        self._environment = {name: os.environ[name] for name in _PASSED_ON if name in os.environ} | {
+            "OMP_NUM_THREADS": str(threads),  # Ray would set it to the share of CPUs
+            "OMP_WAIT_POLICY": "PASSIVE",  # phases alternate: a waiting actor must not keep its cores busy
+            "TOKENIZERS_PARALLELISM": "false",
+        }
+
+    def __call__(self, name: str, kind: type, arguments: Callable[[int], tuple[Any, ...]]) -> list[Any]:
+        role = self._roles[name]
+        return [
+            ray.remote(kind)
+            .options(
+                num_cpus=role.cpus,
+                num_gpus=role.gpus,
+                runtime_env={"env_vars": self._environment},
+                scheduling_strategy=PlacementGroupSchedulingStrategy(
+                    self._group, placement_group_bundle_index=self._first_bundle[name] + i
+                ),
+            )
+            .remote(*arguments(i))
+            for i in range(role.count)
+        ]

@@ -1,0 +1,67 @@
+"""Ray shell of the frozen feature network, and the group of its replicas."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+from ray import ObjectRef
+from torch import Tensor
+
+from openrlhf_ebft.config.sections import EBFTConfig
+from openrlhf_ebft.core.rollout_tree import RolloutTree
+from openrlhf_ebft.core.step_batch import split_by_load
+from openrlhf_ebft.distributed.device import local_device, rows_attention, set_compute_threads
+from openrlhf_ebft.models.feature_network import load_feature_network
+from openrlhf_ebft.models.loading import DTYPES
+from openrlhf_ebft.models.tree_features import TreeFeatures
+
+GroupProducts = list[tuple[str, Tensor]]
+"""(example id, (A, n+1, n+1) inner products) of each tree."""
+
+
+class FeatureNetworkActor:
+    """One replica in a Ray worker. Embeddings stay here; only the groups' inner products leave."""
+
+    def __init__(self, config: EBFTConfig, special_ids: Collection[int]) -> None:
+        set_compute_threads(config.placement.threads_per_actor)
+        device = local_device()
+        mode = config.model.attention
+        network = load_feature_network(
+            config.features.path or config.model.path,
+            config.features.layer_fractions,
+            DTYPES[config.features.dtype or config.model.dtype],
+            attention=rows_attention(device) if mode == "rows" else mode,
+            trust_remote_code=config.model.trust_remote_code,
+        )
+        self._features = TreeFeatures(network.to(device), config.features, special_ids=special_ids, mode=mode)
+
+    def layer_indices(self) -> list[int]:
+        """Tapped depths; also says that the replica is up."""
+        return self._features.network.layer_indices
+
+    def products(self, trees: Sequence[RolloutTree]) -> GroupProducts:
+        """Inner products of every tree's groups."""
+        grams = self._features.group_grams(trees)
+        return [(tree.example_id, gram) for tree, gram in zip(trees, grams, strict=True)]
+
+
+class FeatureNetworkGroup:
+    """Replicas of the feature network; trees go to the one with the fewest tokens."""
+
+    def __init__(self, replicas: Sequence[Any]) -> None:
+        self._replicas = list(replicas)
+        self.names = [f"feature network {i}" for i in range(len(replicas))]
+
+    def async_products(self, trees: Sequence[RolloutTree]) -> dict[str, ObjectRef]:
+        """References to `GroupProducts`, by replica; does not wait."""
+        parts = split_by_load([len(tree) for tree in trees], len(self._replicas))
+        return {
+            name: replica.products.remote([trees[i] for i in part])
+            for name, replica, part in zip(self.names, self._replicas, parts, strict=True)
+            if part
+        }
+
+    def async_layer_indices(self) -> list[ObjectRef]:
+        """References to the tapped depths of every replica; resolved when it is up."""
+        return [replica.layer_indices.remote() for replica in self._replicas]

@@ -1,0 +1,138 @@
+"""Ray shell of the policy trainer's ranks, and the group that drives them in step."""
+
+from __future__ import annotations
+
+import math
+import os
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.util import get_node_ip_address
+
+from openrlhf_ebft.actors.waiting import wait_for
+from openrlhf_ebft.config.sections import EBFTConfig
+from openrlhf_ebft.core.rollout_tree import RolloutTree
+from openrlhf_ebft.core.step_batch import StepCounts, TrainItem, count_step, split_by_load
+from openrlhf_ebft.distributed.device import set_compute_threads
+from openrlhf_ebft.distributed.policy_trainer import Objective, PolicyTrainer, SupervisedScore
+from openrlhf_ebft.distributed.weight_sync import WeightUpdate, build_update
+from openrlhf_ebft.models.loading import DTYPES
+
+_ALIKE_ON_RANKS = ("applied", "grad_norm", "learning_rate")
+
+
+class PolicyTrainerActor:
+    """One rank of the trainer in a Ray worker."""
+
+    def __init__(self, config: EBFTConfig, rank: int) -> None:
+        self._config = config
+        self._rank = rank
+        set_compute_threads(config.placement.threads_per_actor)
+
+    def address(self) -> tuple[str, int]:
+        """Host and a free port of this node, for the ranks to meet at."""
+        with socket.socket() as probe:
+            probe.bind(("", 0))
+            return get_node_ip_address(), probe.getsockname()[1]
+
+    def start(self, address: tuple[str, int], total_steps: int) -> None:
+        """Joins the other ranks and loads the model; returns when all ranks have."""
+        os.environ.update(
+            RANK=str(self._rank),
+            LOCAL_RANK="0",  # Ray shows each actor only its own devices
+            WORLD_SIZE=str(self._config.policy.num_ranks),
+            MASTER_ADDR=address[0],
+            MASTER_PORT=str(address[1]),
+        )
+        self._trainer = PolicyTrainer(self._config, total_steps=total_steps)
+
+    def train_step(
+        self,
+        items: Sequence[TrainItem],
+        counts: StepCounts,
+        num_micro_batches: int,
+        objective: Objective,
+        filler: TrainItem,
+    ) -> dict[str, float]:
+        return self._trainer.train_step(items, counts, num_micro_batches, objective, filler)
+
+    def score(self, trees: Sequence[RolloutTree], num_passes: int, filler: RolloutTree) -> list[SupervisedScore]:
+        return self._trainer.score(trees, num_passes, filler)
+
+    def export_update(self) -> WeightUpdate | None:
+        """Puts the weights into the object store; rank 0 returns the update that refers to them."""
+        weights = self._trainer.named_weights()
+        if self._rank > 0:
+            for _ in weights:  # takes part in gathering shards
+                continue
+            return None
+        dtype = DTYPES[self._config.model.dtype]
+        return build_update(self._trainer.step, weights, dtype=dtype, store=ray.put)
+
+    def save_model(self, folder: Path) -> None:
+        """Writes the model in Hugging Face format (rank 0; the others take part in gathering shards)."""
+        self._trainer.save_model(folder)
+
+    def close(self) -> None:
+        self._trainer.close()
+
+
+class PolicyTrainerGroup:
+    """All ranks of the trainer. Every method waits for all of them."""
+
+    def __init__(self, ranks: Sequence[Any], config: EBFTConfig) -> None:
+        self._ranks = list(ranks)
+        self._names = [f"policy trainer rank {i}" for i in range(len(ranks))]
+        self._config = config
+        self._timeout_s = config.policy.timeout_s
+        self.version = 0  # applied optimizer steps
+
+    def start(self, total_steps: int, timeout_s: float) -> None:
+        """Loads the model on every rank; `total_steps` is the length of the learning-rate schedule."""
+        (address,) = wait_for("start", self._names[:1], [self._ranks[0].address.remote()], timeout_s)
+        wait_for("start", self._names, [r.start.remote(address, total_steps) for r in self._ranks], timeout_s)
+
+    def train_step(self, items: Sequence[TrainItem], objective: Objective) -> dict[str, float]:
+        """One optimizer step over all items, dealt out by size; metrics of the whole step."""
+        counts = count_step([item.tree for item in items])
+        parts = split_by_load([len(item.tree) for item in items], len(self._ranks))
+        passes = max(math.ceil(len(part) / self._config.policy.micro_batch_size) for part in parts)
+        smallest = min(items, key=lambda item: len(item.tree))
+        calls = [
+            rank.train_step.remote([items[i] for i in part], counts, passes, objective, smallest)
+            for rank, part in zip(self._ranks, parts, strict=True)
+        ]
+        results = wait_for("train", self._names, calls, self._timeout_s)
+        self.version += int(results[0]["applied"])
+        totals = {key: sum(result[key] for result in results) for key in results[0] if key not in _ALIKE_ON_RANKS}
+        return totals | {key: results[0][key] for key in _ALIKE_ON_RANKS}
+
+    def score(self, trees: Sequence[RolloutTree]) -> list[SupervisedScore]:
+        """Cross-entropy of each tree's supervised tokens, in the order of the trees."""
+        parts = split_by_load([tree.num_reference_tokens for tree in trees], len(self._ranks))
+        passes = max(len(part) for part in parts)
+        calls = [
+            rank.score.remote([trees[i] for i in part], passes, trees[0])
+            for rank, part in zip(self._ranks, parts, strict=True)
+        ]
+        results = wait_for("score", self._names, calls, self._timeout_s)
+        scores: dict[int, SupervisedScore] = {}
+        for part, result in zip(parts, results, strict=True):
+            scores.update(zip(part, result, strict=True))
+        return [scores[number] for number in range(len(trees))]
+
+    def export_update(self) -> WeightUpdate:
+        """The current weights as an update of references into the object store."""
+        calls = [rank.export_update.remote() for rank in self._ranks]
+        return wait_for("weight export", self._names, calls, self._timeout_s)[0]
+
+    def save_model(self, folder: Path) -> None:
+        """Writes the model to `folder`, which must be reachable from rank 0."""
+        wait_for("save model", self._names, [r.save_model.remote(folder) for r in self._ranks], self._timeout_s)
+
+    def close(self) -> None:
+        """Leaves the process group."""
+        wait_for("close", self._names, [rank.close.remote() for rank in self._ranks], self._timeout_s)

@@ -1,0 +1,58 @@
+"""Bounded waits on actors: nothing waits for ever, and an error names the actor, the phase and its own text."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Sequence
+from typing import Any
+
+import ray
+from ray import ObjectRef
+
+
+class ActorError(RuntimeError):
+    """A remote call failed. `cause` is the actor's own exception, when it raised one."""
+
+    def __init__(self, message: str, cause: BaseException | None = None) -> None:
+        super().__init__(message)
+        self.cause = cause
+
+
+class ActorTimeout(ActorError):
+    """A remote call did not finish within its limit."""
+
+
+def wait_for(phase: str, names: Sequence[str], calls: Sequence[ObjectRef], timeout_s: float) -> list[Any]:
+    """Returns the results of `calls` in order.
+
+    Args:
+        phase: what the caller is doing, for the message.
+        names: the actor behind each call.
+        calls: results to wait for.
+        timeout_s: limit for all of them together, in seconds.
+
+    Raises:
+        ActorTimeout: names the actors that have not answered.
+        ActorError: names the first actor that failed, with its exception's type and text.
+    """
+    pending = list(calls)
+    # The first failure ends the wait: the others may be stuck waiting for the actor that failed.
+    while pending:
+        done, still = ray.wait(pending, num_returns=1, timeout=timeout_s)
+        if not done:
+            late = [name for name, call in zip(names, calls, strict=True) if call in still]
+            raise ActorTimeout(f"{phase}: no answer from {', '.join(late)} within {timeout_s:g} s")
+        _raise_failure(phase, names[calls.index(done[0])], done[0])
+        pending = still
+    return ray.get(list(calls))
+
+
+def _raise_failure(phase: str, name: str, call: ObjectRef) -> None:
+    try:
+        ray.get(call)
+    except ray.exceptions.RayTaskError as error:
+        cause = error.cause if isinstance(error.cause, BaseException) else None
+        text = "".join(traceback.format_exception_only(cause)).strip() if cause else str(error)
+        raise ActorError(f"{phase}: {name} failed: {text}", cause) from error
+    except ray.exceptions.RayError as error:
+        raise ActorError(f"{phase}: {name} is gone: {error}") from error

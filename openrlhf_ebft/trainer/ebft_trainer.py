@@ -1,0 +1,209 @@
+"""The order of events of a run: rollout, features, rewards, train, sync, evaluate. No role's own logic lives here."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
+
+from openrlhf_ebft.actors.cluster import RunActors
+from openrlhf_ebft.config.sections import EBFTConfig
+from openrlhf_ebft.core.aggregation import StepRewards
+from openrlhf_ebft.core.completion_metrics import completion_metrics, length_warning
+from openrlhf_ebft.core.experience import Reference, Rollout, RolloutRequest
+from openrlhf_ebft.core.rollout_tree import RolloutTree
+from openrlhf_ebft.core.seeding import derive_seed
+from openrlhf_ebft.core.step_batch import TrainItem, without_advantages
+from openrlhf_ebft.data.batches import BatchPlan, DataCursor
+from openrlhf_ebft.trainer.clock import PhaseClock
+from openrlhf_ebft.trainer.console import Console
+from openrlhf_ebft.trainer.evaluation import EvaluationResult, evaluate
+from openrlhf_ebft.trainer.interrupts import Interrupts
+from openrlhf_ebft.trainer.tracking import Tracker
+
+
+class NonFiniteSteps(RuntimeError):
+    """Too many steps in a row had a loss or gradient that was not finite."""
+
+
+@dataclass(frozen=True)
+class TrainerState:
+    """Where a run stands; nothing else of the controller needs to be remembered."""
+
+    step: int = 0  # optimizer steps tried, warm-up included
+    cursor: DataCursor = field(default_factory=DataCursor)
+    synced_version: int = 0  # weights that the rollout engines hold
+    nonfinite_total: int = 0
+    nonfinite_in_a_row: int = 0
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Lengths of the run's phases, in optimizer steps."""
+
+    sft_steps: int
+    ebft_steps: int
+
+    @property
+    def total(self) -> int:
+        return self.sft_steps + self.ebft_steps
+
+
+class EBFTTrainer:
+    """Drives the actors through a run."""
+
+    def __init__(
+        self,
+        config: EBFTConfig,
+        actors: RunActors,
+        references: Sequence[Reference],
+        plan: BatchPlan,
+        schedule: Schedule,
+        tracker: Tracker,
+        console: Console,
+    ) -> None:
+        self.config = config
+        self.actors = actors
+        self.references = references
+        self.plan = plan
+        self.schedule = schedule
+        self.tracker = tracker
+        self.console = console
+        self.state = TrainerState()
+
+    def train(self, heldout: Sequence[Reference], interrupts: Interrupts) -> None:
+        """Runs the phases that are left, until the end or until an interrupt asks to stop."""
+        with self.console.phase("supervised warm-up", self.schedule.sft_steps):
+            while self.state.step < self.schedule.sft_steps and not interrupts.requested:
+                self._sft_step()
+        if self.schedule.ebft_steps:
+            self._sync()
+        every = self.config.evaluation.every_steps
+        with self.console.phase("EBFT", self.schedule.ebft_steps):
+            while self.state.step < self.schedule.total and not interrupts.requested:
+                self._ebft_step()
+                done = self.state.step - self.schedule.sft_steps
+                if every and done % every == 0 and self.state.step < self.schedule.total:
+                    self.evaluate(heldout)
+        self._sync()
+
+    def evaluate(self, heldout: Sequence[Reference]) -> EvaluationResult:
+        """Evaluates the current policy on the held-out references and records the result."""
+        self._sync()
+        clock = PhaseClock()
+        result = evaluate(self.actors, self.config, heldout)
+        metrics = result.metrics()
+        self.tracker.log(self.state.step, "evaluation", metrics | clock.metrics())
+        means = ", ".join(f"{name} {metrics[name]:.4f}" for name in ("ce", "cfm_unbiased", "alignment", "reward"))
+        self.console.say(f"evaluation after step {self.state.step} | {means}")
+        return result
+
+    def _sft_step(self) -> None:
+        clock = PhaseClock()
+        items = [without_advantages(RolloutTree.without_branches(ref)) for ref in self._next_references()]
+        with clock.phase("train"):
+            metrics = self.actors.trainer.train_step(items, "sft")
+        self._finish_step("sft", metrics, clock)
+
+    def _ebft_step(self) -> None:
+        clock = PhaseClock()
+        references = self._next_references()
+        with clock.phase("rollout"):
+            rollouts = self.actors.rollout.generate(self._requests(references))
+        trees = [RolloutTree.from_rollout(ref, rollout) for ref, rollout in zip(references, rollouts, strict=True)]
+        with clock.phase("features"):
+            rewards = self._rewards(trees)
+        items = [TrainItem.from_groups(tree, rewards.advantages) for tree in trees]
+        with clock.phase("train"):
+            metrics = self.actors.trainer.train_step(items, "ebft")
+        with clock.phase("sync"):
+            if (self.state.step + 1) % self.config.rollout.sync_every_steps == 0:
+                self._sync()
+        shape = self._rollout_metrics(references, rollouts)
+        self._finish_step("ebft", {**metrics, **_reward_metrics(rewards), **shape}, clock)
+
+    def _next_references(self) -> list[Reference]:
+        numbers, cursor = self.plan.next_batch(self.state.cursor)
+        self.state = replace(self.state, cursor=cursor)
+        return _with_unique_ids([self.references[number] for number in numbers])
+
+    def _requests(self, references: Sequence[Reference]) -> list[RolloutRequest]:
+        return [
+            RolloutRequest(
+                reference=reference,
+                num_samples=self.config.rollout.samples_per_prompt,
+                seed=derive_seed(self.config.seed, "rollout", self.state.step, reference.example_id),
+            )
+            for reference in references
+        ]
+
+    def _rewards(self, trees: Sequence[RolloutTree]) -> StepRewards:
+        expected = {(t.example_id, anchor): t.num_samples for t in trees for anchor in range(t.num_anchors)}
+        products = self.actors.features.async_products(trees)
+        return self.actors.rewards.rewards(self.state.step, expected, products)
+
+    def _rollout_metrics(self, references: Sequence[Reference], rollouts: Sequence[Rollout]) -> dict[str, float]:
+        shape = completion_metrics(references, rollouts)
+        warning = length_warning(shape)
+        if warning is not None:
+            self.console.say(f"warning: {warning}")
+        versions = [rollout.weight_version for rollout in rollouts]
+        return {f"completion/{name}": value for name, value in asdict(shape).items()} | {
+            "rollout/weight_version": float(min(versions)),
+        }
+
+    def _sync(self) -> None:
+        update = self.actors.trainer.export_update() if self._is_stale() else None
+        if update is not None:
+            self.actors.rollout.update_weights(update)
+            self.state = replace(self.state, synced_version=update.version)
+
+    def _is_stale(self) -> bool:
+        return self.actors.trainer.version != self.state.synced_version
+
+    def _finish_step(self, phase: str, metrics: dict[str, float | None], clock: PhaseClock) -> None:
+        failed = not metrics["applied"]
+        in_a_row = self.state.nonfinite_in_a_row + 1 if failed else 0
+        self.state = replace(
+            self.state,
+            step=self.state.step + 1,
+            nonfinite_total=self.state.nonfinite_total + failed,
+            nonfinite_in_a_row=in_a_row,
+        )
+        record = {**metrics, "nonfinite_steps": float(self.state.nonfinite_total), **clock.metrics()}
+        self.tracker.log(self.state.step, phase, record)
+        is_sft = phase == "sft"
+        number = self.state.step if is_sft else self.state.step - self.schedule.sft_steps
+        self.console.step(phase, number, self.schedule.sft_steps if is_sft else self.schedule.ebft_steps, record)
+        self.console.advance()
+        if in_a_row >= self.config.policy.max_nonfinite_steps:
+            terms = {name: value for name, value in metrics.items() if name.endswith("loss") or name == "grad_norm"}
+            raise NonFiniteSteps(
+                f"step {self.state.step} ({phase}): {in_a_row} steps in a row were not finite "
+                f"(policy.max_nonfinite_steps); last values: {terms}"
+            )
+
+
+def _with_unique_ids(references: Sequence[Reference]) -> list[Reference]:
+    """A batch over the edge of an epoch may hold a row twice; groups and seeds are told apart by the example id."""
+    seen: Counter[str] = Counter()
+    unique = []
+    for reference in references:
+        seen[reference.example_id] += 1
+        count = seen[reference.example_id]
+        unique.append(reference if count == 1 else replace(reference, example_id=f"{reference.example_id}#{count}"))
+    return unique
+
+
+def _reward_metrics(rewards: StepRewards) -> dict[str, float | None]:
+    statistics = rewards.statistics
+    return {
+        "reward/mean": statistics.reward_mean,
+        "reward/std": statistics.reward_std,
+        "reward/alignment": statistics.alignment,
+        "reward/diversity": statistics.diversity,
+        "reward/raw_alignment": statistics.raw_alignment,
+        "reward/cfm": statistics.cfm,
+        "reward/cfm_unbiased": statistics.cfm_unbiased,
+        "reward/zero_advantage_share": statistics.zero_advantage_share,
+    }

@@ -1,0 +1,136 @@
+"""Held-out evaluation, and the paired comparison of two of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+from openrlhf_ebft.actors.cluster import RunActors
+from openrlhf_ebft.config.sections import EBFTConfig
+from openrlhf_ebft.core.completion_metrics import CompletionMetrics, completion_metrics
+from openrlhf_ebft.core.experience import Reference, Rollout, RolloutRequest
+from openrlhf_ebft.core.rollout_tree import RolloutTree
+from openrlhf_ebft.core.seeding import derive_seed
+
+EVALUATION_STEP = -1
+"""Step number under which the reward aggregator knows an evaluation; training counts from 0."""
+
+COMPARED = ("ce", "alignment", "diversity", "reward", "cfm_unbiased", "cfm")
+"""Per-example values of an evaluation, in the order in which they are shown."""
+
+
+@dataclass(frozen=True)
+class ExampleResult:
+    """One held-out example: means over its anchors and completions."""
+
+    example_id: str
+    ce: float  # nats per supervised ground-truth token
+    alignment: float
+    diversity: float
+    reward: float
+    cfm: float
+    cfm_unbiased: float | None
+
+
+@dataclass(frozen=True)
+class EvaluationResult:
+    """All held-out examples under one version of the policy."""
+
+    examples: tuple[ExampleResult, ...]
+    completions: CompletionMetrics
+    rollouts: tuple[Rollout, ...]
+    weight_version: int
+
+    def metrics(self) -> dict[str, float | None]:
+        """Means over examples, and the shape of the completions."""
+        means: dict[str, float | None] = {name: _mean(self.values(name)) for name in COMPARED}
+        return means | {f"completion/{name}": value for name, value in asdict(self.completions).items()}
+
+    def values(self, name: str) -> list[float]:
+        """One value an example; examples without it (unbiased loss of a single sample) are left out."""
+        present = [getattr(example, name) for example in self.examples]
+        return [value for value in present if value is not None]
+
+
+@dataclass(frozen=True)
+class PairedChange:
+    """Change of one value over the same examples with the same sampling seeds."""
+
+    name: str
+    before: float
+    after: float
+    change: float
+    standard_error: float  # of the mean of the per-example differences
+
+    @property
+    def reading(self) -> str:
+        """`within noise` when the change is smaller than two standard errors."""
+        if abs(self.change) < 2 * self.standard_error or self.change == 0:
+            return "within noise"
+        return "lower" if self.change < 0 else "higher"
+
+
+def evaluate(actors: RunActors, config: EBFTConfig, references: Sequence[Reference]) -> EvaluationResult:
+    """Samples, embeds and scores held-out references; sampling seeds depend on run seed and example alone."""
+    requests = [
+        RolloutRequest(
+            reference=reference,
+            num_samples=config.rollout.samples_per_prompt,
+            seed=derive_seed(config.seed, "evaluation", reference.example_id),
+        )
+        for reference in references
+    ]
+    rollouts = actors.rollout.generate(requests)
+    trees = [RolloutTree.from_rollout(ref, rollout) for ref, rollout in zip(references, rollouts, strict=True)]
+    products = actors.features.async_products(trees)
+    expected = {(t.example_id, anchor): t.num_samples for t in trees for anchor in range(t.num_anchors)}
+    rewards = actors.rewards.rewards(EVALUATION_STEP, expected, products, phase="evaluation")
+    scores = actors.trainer.score(trees)
+    examples = []
+    for tree, score in zip(trees, scores, strict=True):
+        groups = [rewards.groups[(tree.example_id, anchor)] for anchor in range(tree.num_anchors)]
+        unbiased = [group.cfm_unbiased for group in groups if group.cfm_unbiased is not None]
+        examples.append(
+            ExampleResult(
+                example_id=tree.example_id,
+                ce=score.nats / score.tokens if score.tokens else math.nan,
+                alignment=_mean([group.alignment for group in groups]),
+                diversity=_mean([group.diversity for group in groups]),
+                reward=_mean([group.reward for group in groups]),
+                cfm=_mean([group.cfm for group in groups]),
+                cfm_unbiased=_mean(unbiased) if unbiased else None,
+            )
+        )
+    shape = completion_metrics(references, rollouts)
+    return EvaluationResult(tuple(examples), shape, tuple(rollouts), rollouts[0].weight_version)
+
+
+def compare(before: EvaluationResult, after: EvaluationResult) -> list[PairedChange]:
+    """Paired changes of all values. Raises ValueError when the evaluations hold different examples."""
+    ids = [[example.example_id for example in result.examples] for result in (before, after)]
+    if ids[0] != ids[1]:
+        raise ValueError("the evaluations hold different examples and cannot be paired")
+    changes = []
+    for name in COMPARED:
+        first, second = before.values(name), after.values(name)
+        if not first or len(first) != len(second):
+            continue
+        differences = [b - a for a, b in zip(first, second, strict=True)]
+        changes.append(
+            PairedChange(name, _mean(first), _mean(second), _mean(differences), _standard_error(differences))
+        )
+    return changes
+
+
+def _mean(values: Sequence[float]) -> float:
+    return math.fsum(values) / len(values) if values else math.nan
+
+
+def _standard_error(values: Sequence[float]) -> float:
+    """Standard error of the mean; 0 for a single value, which has no spread to estimate."""
+    if len(values) < 2:
+        return 0.0
+    mean = _mean(values)
+    variance = math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1)
+    return math.sqrt(variance / len(values))

@@ -1,0 +1,197 @@
+"""A whole training run: check everything, start the actors, train, evaluate, save, and always clean up."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import ray
+from transformers import AutoConfig, PreTrainedTokenizerBase
+
+from openrlhf_ebft.actors.cluster import RunActors, connect, start_actors
+from openrlhf_ebft.actors.waiting import ActorError
+from openrlhf_ebft.config.errors import UserError
+from openrlhf_ebft.config.sections import EBFTConfig
+from openrlhf_ebft.core.experience import Reference, SamplingSettings
+from openrlhf_ebft.data.batches import BatchPlan
+from openrlhf_ebft.data.load import load_data
+from openrlhf_ebft.data.tokenizers import load_run_tokenizer, stop_token_ids
+from openrlhf_ebft.models.loading import causal_lm_arguments
+from openrlhf_ebft.trainer.console import Console, comparison_table
+from openrlhf_ebft.trainer.ebft_trainer import EBFTTrainer, NonFiniteSteps, Schedule
+from openrlhf_ebft.trainer.evaluation import EvaluationResult, compare, evaluate
+from openrlhf_ebft.trainer.interrupts import Interrupts
+from openrlhf_ebft.trainer.run_directory import RunDirectory, written_aside
+from openrlhf_ebft.trainer.samples import sample_pairs
+from openrlhf_ebft.trainer.tracking import Tracker
+
+EXAMPLE_PROMPT = "def add(a, b):"
+
+
+@dataclass(frozen=True, eq=False)
+class PreparedRun:
+    """Everything that is known before Ray starts."""
+
+    config: EBFTConfig
+    tokenizer: PreTrainedTokenizerBase
+    train: list[Reference]
+    heldout: list[Reference]
+    plan: BatchPlan
+    schedule: Schedule
+    max_model_len: int  # of the rollout engines, in tokens
+
+
+def run_training(config: EBFTConfig) -> int:
+    """Runs `config` to its end; returns the exit code (130 after an interrupt).
+
+    Raises UserError for wrong input, before Ray starts, and ActorError when an actor fails.
+    """
+    console = Console(progress=config.logging.progress)
+    run = prepare_run(config, console)
+    folder = RunDirectory.create(config)
+    tracker = Tracker(folder.path, config)
+
+    def work(actors: RunActors, interrupts: Interrupts) -> None:
+        trainer = EBFTTrainer(config, actors, run.train, run.plan, run.schedule, tracker, console)
+        before = trainer.evaluate(run.heldout) if run.heldout else None
+        trainer.train(run.heldout, interrupts)
+        if interrupts.requested:
+            raise KeyboardInterrupt
+        after = trainer.evaluate(run.heldout) if run.heldout else None
+        with written_aside(folder.model) as aside:
+            actors.trainer.save_model(aside)
+            run.tokenizer.save_pretrained(aside)
+        if before is not None and after is not None:
+            _show_results(run, before, after, console)
+        console.say(f"model: {folder.model}\ngenerate: openrlhf-ebft generate {folder.model} {EXAMPLE_PROMPT!r}")
+
+    try:
+        return on_cluster(run, console, work)
+    finally:
+        tracker.close()
+
+
+def on_cluster(run: PreparedRun, console: Console, work: Callable[[RunActors, Interrupts], None]) -> int:
+    """Calls `work` with running actors and ends them afterwards, whatever happens; 0, or 130 after an interrupt."""
+    try:
+        console.say("starting Ray and the actors")
+        connect(run.config)
+        # Ray sets signal handlers of its own when it starts, so ours come after.
+        with Interrupts(finish_step=run.config.checkpoint.on_interrupt, say=console.say) as interrupts:
+            try:
+                actors = start_actors(
+                    run.config,
+                    sampling=sampling_settings(run.config, run.tokenizer),
+                    special_ids=run.tokenizer.all_special_ids,
+                    max_model_len=run.max_model_len,
+                    total_steps=run.schedule.total,
+                    say=console.say,
+                )
+                try:
+                    work(actors, interrupts)
+                finally:
+                    interrupts.shield()
+                    actors.kill()
+            finally:
+                interrupts.shield()
+                ray.shutdown()
+    except KeyboardInterrupt:
+        console.say("interrupted: the actors have been ended")
+        return 130
+    except (ActorError, NonFiniteSteps) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def run_evaluation(config: EBFTConfig) -> int:
+    """Evaluates config.model.path on the held-out rows and prints the result as JSON; returns the exit code.
+
+    Raises UserError for wrong input, before Ray starts.
+    """
+    console = Console(progress=False)
+    run = prepare_run(config, console)
+    if not run.heldout:
+        raise UserError("no row is held out: set evaluation.max_examples and data.heldout_fraction above 0")
+
+    def work(actors: RunActors, interrupts: Interrupts) -> None:
+        result = evaluate(actors, config, run.heldout)
+        console.say(json.dumps({"examples": len(result.examples), **result.metrics()}, indent=2, allow_nan=False))
+
+    return on_cluster(run, console, work)
+
+
+def prepare_run(config: EBFTConfig, console: Console) -> PreparedRun:
+    """Loads tokenizer and data and checks everything that can be checked without Ray. Raises UserError."""
+    tokenizer = load_run_tokenizer(config)
+    train, heldout, report = load_data(config, tokenizer)
+    console.say(report.summary())
+    heldout = heldout[: config.evaluation.max_examples]
+    plan = BatchPlan(len(train), config.policy.prompts_per_step, config.seed, config.data.shuffle)
+    schedule = make_schedule(config, plan)
+    console.say(
+        f"schedule: {schedule.sft_steps} supervised steps, {schedule.ebft_steps} EBFT steps of {plan.batch_size} "
+        f"prompts x {config.rollout.samples_per_prompt} completions; {len(heldout)} held-out rows are evaluated"
+    )
+    return PreparedRun(
+        config=config,
+        tokenizer=tokenizer,
+        train=train,
+        heldout=heldout,
+        plan=plan,
+        schedule=schedule,
+        max_model_len=check_lengths(config, [*train, *heldout]),
+    )
+
+
+def _show_results(run: PreparedRun, before: EvaluationResult, after: EvaluationResult, console: Console) -> None:
+    pairs = sample_pairs(run.tokenizer, run.heldout, before, after, run.config.evaluation.show_samples)
+    for pair in pairs:
+        console.say(pair)
+    console.say("\n" + comparison_table(compare(before, after), before, after))
+
+
+def sampling_settings(config: EBFTConfig, tokenizer: PreTrainedTokenizerBase) -> SamplingSettings:
+    """Every sampling field of the rollout engines."""
+    return SamplingSettings(
+        temperature=config.rollout.temperature,
+        top_p=config.rollout.top_p,
+        top_k=config.rollout.top_k,
+        stop_token_ids=stop_token_ids(tokenizer, config.model.path),
+    )
+
+
+def make_schedule(config: EBFTConfig, plan: BatchPlan) -> Schedule:
+    """Phase lengths. Raises UserError when the run would make no optimizer step."""
+    epochs = plan.total_steps(config.policy.epochs)
+    ebft_steps = epochs if config.policy.max_steps is None else config.policy.max_steps
+    schedule = Schedule(config.policy.sft_warmup_steps, ebft_steps)
+    if schedule.total == 0:
+        raise UserError("policy.max_steps = 0 and policy.sft_warmup_steps = 0: the run would train nothing")
+    return schedule
+
+
+def check_lengths(config: EBFTConfig, references: Sequence[Reference]) -> int:
+    """The rollout engines' limit of prompt + completion, in tokens.
+
+    Raises UserError when the model has fewer positions than the data needs.
+    """
+    longest = max(max(int((ref.anchors + ref.max_new_tokens).max()), ref.token_ids.numel()) for ref in references)
+    needed = longest + 1  # vllm scores a sequence only with room for one more token
+    name, extra = causal_lm_arguments(config.model.path)
+    model = AutoConfig.from_pretrained(name, trust_remote_code=config.model.trust_remote_code, **extra)
+    limit = getattr(model.get_text_config(), "max_position_embeddings", None)
+    if limit is not None and needed > limit:
+        raise UserError(
+            f"the data needs sequences of {needed} tokens, but {config.model.path} has {limit} positions: lower "
+            f"data.max_prompt_tokens = {config.data.max_prompt_tokens}, data.max_ground_truth_tokens = "
+            f"{config.data.max_ground_truth_tokens} or rollout.max_new_tokens = {config.rollout.max_new_tokens}"
+        )
+    if config.rollout.max_model_len is not None and config.rollout.max_model_len < needed:
+        raise UserError(
+            f"rollout.max_model_len = {config.rollout.max_model_len}, but the data needs {needed}: "
+            f"set it to {needed} or more, or leave it out"
+        )
+    return config.rollout.max_model_len or needed

@@ -1,0 +1,89 @@
+"""The folder of one run: configuration, metrics, checkpoints, model."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from openrlhf_ebft.config import dump_config
+from openrlhf_ebft.config.errors import UserError
+from openrlhf_ebft.config.sections import EBFTConfig
+
+PARTIAL = ".partial"
+
+
+class RunDirectory:
+    """Paths inside `logging.root/name`."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @classmethod
+    def create(cls, config: EBFTConfig) -> RunDirectory:
+        """Makes the folder and saves the resolved configuration in it.
+
+        Raises UserError if the folder exists and logging.existing_run is `error`; with `move_aside` the old folder
+        gets the next free number behind its name.
+        """
+        path = Path(config.logging.root) / config.name
+        if path.exists():
+            if config.logging.existing_run == "error":
+                raise UserError(
+                    f"run directory {path} exists: choose another name, or set logging.existing_run to move_aside"
+                )
+            path.rename(_free_name(path))
+        path.mkdir(parents=True)
+        (path / "config.yaml").write_text(dump_config(config), encoding="utf-8")
+        return cls(path)
+
+    @property
+    def model(self) -> Path:
+        """Final model in Hugging Face format."""
+        return self.path / "model"
+
+
+@contextmanager
+def written_aside(target: Path) -> Iterator[Path]:
+    """Yields a folder to write to; on success it is flushed and takes the place of `target` in one rename.
+
+    After a failure `target` is as it was, and nothing else looks like it.
+    """
+    aside = target.with_name(target.name + PARTIAL)
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir(parents=True)
+    yield aside
+    _flush(aside)
+    if target.exists():
+        old = target.with_name(target.name + ".old" + PARTIAL)
+        target.rename(old)
+        aside.rename(target)
+        shutil.rmtree(old)
+    else:
+        aside.rename(target)
+    _sync_folder(target.parent)
+
+
+def _flush(folder: Path) -> None:
+    for path in folder.rglob("*"):
+        if path.is_file():
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+    _sync_folder(folder)
+
+
+def _sync_folder(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _free_name(path: Path) -> Path:
+    number = 1
+    while (candidate := path.with_name(f"{path.name}.{number}")).exists():
+        number += 1
+    return candidate

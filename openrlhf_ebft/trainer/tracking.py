@@ -1,0 +1,68 @@
+"""Writes metrics where people and programs look for them: metrics.jsonl, tensorboard, Weights & Biases."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from openrlhf_ebft.config.sections import EBFTConfig
+
+
+class Tracker:
+    """One record a step, to every place that the configuration names."""
+
+    def __init__(self, folder: Path, config: EBFTConfig) -> None:
+        """`folder` is the run directory."""
+        self._file = (folder / "metrics.jsonl").open("a", encoding="utf-8")
+        self._tensorboard = _tensorboard(folder) if config.logging.tensorboard else None
+        self._wandb = _wandb(folder, config) if config.logging.wandb_project else None
+
+    def log(self, step: int, phase: str, metrics: dict[str, float | None]) -> None:
+        """Records one step.
+
+        Args:
+            step: number of the record within the run, from 1; evaluations carry the step they follow.
+            phase: `sft`, `ebft` or `evaluation`.
+            metrics: values by name. A value that is not finite is written as null: NaN is no JSON.
+        """
+        finite = {name: _finite(value) for name, value in metrics.items()}
+        self._file.write(json.dumps({"step": step, "phase": phase, **finite}, allow_nan=False) + "\n")
+        self._file.flush()
+        present = {f"{phase}/{name}": value for name, value in finite.items() if value is not None}
+        if self._tensorboard is not None:
+            for name, value in present.items():
+                self._tensorboard.add_scalar(name, value, step)
+        if self._wandb is not None:
+            self._wandb.log({"step": step, **present})
+
+    def close(self) -> None:
+        """Flushes and closes everything."""
+        self._file.close()
+        if self._tensorboard is not None:
+            self._tensorboard.close()
+        if self._wandb is not None:
+            self._wandb.finish()
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None
+
+
+def _tensorboard(folder: Path) -> Any:
+    from torch.utils.tensorboard import SummaryWriter
+
+    return SummaryWriter(str(folder / "tensorboard"))
+
+
+def _wandb(folder: Path, config: EBFTConfig) -> Any:
+    import wandb
+
+    return wandb.init(
+        project=config.logging.wandb_project,
+        name=config.name,
+        dir=str(folder),
+        mode=config.logging.wandb_mode,
+        config=config.model_dump(mode="json"),
+    )
