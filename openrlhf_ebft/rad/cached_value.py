@@ -15,6 +15,7 @@ import torch
 
 from openrlhf_ebft.rad.prefixes import check_known_ids, compact_prefix
 from openrlhf_ebft.rad.reward_model_value import RewardModelValue, backbone_of, position_head
+from openrlhf_ebft.rad.tree_attention import NAME as TREE_ATTENTION
 from openrlhf_ebft.rad.tree_cache import TreeCache
 from openrlhf_ebft.rad.tree_inputs import AttentionWindows, TreeInputs, build_inputs
 from openrlhf_ebft.rad.tree_state import Reuse, TreeState, match_rows, reused_slots
@@ -31,7 +32,8 @@ class CachedRewardModelValue(BaseCandidateValue):
     and recomputes the window.
 
     Args:
-        reward_model: decoder-only sequence classifier with a `score` head, eval mode.
+        reward_model: decoder-only sequence classifier with a `score` head, eval mode. If it attends with `sdpa`, it
+            is switched to the package's `rad_tree`, which is `sdpa` in every forward but those of this value.
         rm_tokenizer: its tokenizer, read for its length limit only.
         score_index, score_transform: as in :class:`RewardModelValue`.
         max_length: tokens the reward model may read; default: what it and its tokenizer state.
@@ -62,6 +64,8 @@ class CachedRewardModelValue(BaseCandidateValue):
         self.vocab_limit = self._stateless.vocab_limit
         self._config = reward_model.config.get_text_config()
         self._windows = AttentionWindows(self._config)
+        if self._config._attn_implementation == "sdpa":
+            reward_model.set_attn_implementation(TREE_ATTENTION)
         self.tokens_forwarded = 0
         self._forget()
 
