@@ -28,14 +28,15 @@ class Size(NamedTuple):
     name: str
     dim: int
     loop_groups: int  # groups that the loop does; its time is scaled to NUM_GROUPS
+    loop_repeats: int  # runs of the loop, the best counts
     whiten_goal: int
     rewards_goal: int
 
 
 SIZES = (
-    Size("SmolLM2-135M (3 x 576)", 1_728, 128, 25, 40),
-    Size("1.5B class (3 x 1536)", 4_608, 128, 200, 400),
-    Size("8B class (3 x 4096)", 12_288, 8, 300, 600),
+    Size("SmolLM2-135M (3 x 576)", 1_728, 128, 10, 25, 40),
+    Size("1.5B class (3 x 1536)", 4_608, 128, 2, 200, 400),
+    Size("8B class (3 x 4096)", 12_288, 8, 2, 300, 600),
 )
 
 
@@ -97,24 +98,25 @@ def compare(
         difference = (right - ours).abs().max().item() / right.abs().max().item()
         if difference > 1e-4:
             raise SystemExit(f"{size.name}: results differ by {difference:.1e} of their scale")
-    slow = best_time(lambda: loop(phi[:part], gt[:part]), 2) * NUM_GROUPS / part
+    slow = best_time(lambda: loop(phi[:part], gt[:part]), size.loop_repeats) * NUM_GROUPS / part
     return slow, best_time(lambda: package(phi, gt), repeats)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--repeats", type=int, default=20, help="runs of the package's version, the best counts")
-    repeats = parser.parse_args().repeats
+    parser.add_argument("--sizes", type=int, nargs="+", default=[size.dim for size in SIZES], help="D of the lines")
+    arguments = parser.parse_args()
     torch.set_num_threads(1)
     print(f"torch {torch.__version__}, 1 thread, {NUM_GROUPS} groups of {NUM_SAMPLES}, float32", flush=True)
-    for size in SIZES:
+    for size in (size for size in SIZES if size.dim in arguments.sizes):
         torch.manual_seed(0)
         phi, gt = torch.randn(NUM_GROUPS, NUM_SAMPLES, size.dim), torch.randn(NUM_GROUPS, size.dim)
         for what, loop, package, goal in (
             ("whitening", loop_whitening, package_whitening, size.whiten_goal),
             ("rewards", loop_rewards, package_rewards, size.rewards_goal),
         ):
-            slow, fast = compare(size, loop, package, phi, gt, repeats)
+            slow, fast = compare(size, loop, package, phi, gt, arguments.repeats)
             scaled = "" if size.loop_groups == NUM_GROUPS else " (scaled)"
             print(
                 f"{size.name:24} {what:10} loop {slow:8.3f} s{scaled:9} package {fast:8.4f} s "
