@@ -53,6 +53,12 @@ class RAD:
     ]
     enabled: bool = True
     same_model_forwards: bool = False
+    # The fields of RADArgs, which a clone may change for its own call.
+    beta: float
+    top_k: int
+    invert: bool
+    include_in_scoring: bool
+    reward_model_kwargs: dict[str, Any]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.args = RADArgs(*args, **kwargs)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import torch
@@ -38,6 +38,7 @@ class ValueStepRecord:
     valid: torch.Tensor
 
 
+@dataclass(eq=False)
 class ValueGuidedProcessor(LogitsProcessor):
     """Adds `beta * normalize(value)` to the candidates' scores and masks all other tokens.
 
@@ -63,40 +64,31 @@ class ValueGuidedProcessor(LogitsProcessor):
             NaN for a candidate (the message names step, row and token).
     """
 
-    def __init__(
-        self,
-        value: CandidateValue,
-        *,
-        policy: str = "top_k",
-        k: int | None = 20,
-        p: float | None = None,
-        beta: float = 1.0,
-        normalize: str = "none",
-        invert: bool = False,
-        mask_non_candidates: bool = True,
-        max_candidates: int | None = None,
-        lm_tokenizer: Any = None,
-        model: Any = None,
-        prompt_ids: torch.Tensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        trace: list[ValueStepRecord] | None = None,
-    ) -> None:
-        check_policy(policy, k, p, max_candidates)
-        if normalize not in NORMALIZATIONS:
-            raise ValueError(f"normalize must be one of {', '.join(NORMALIZATIONS)}, got {normalize!r}")
-        self.value = value.for_call() if isinstance(value, BaseCandidateValue) else value
-        self.policy, self.k, self.p, self.max_candidates = policy, k, p, max_candidates
-        self.beta = float(beta)
-        self.normalize = normalize
-        self.invert = invert
-        self.mask_non_candidates = mask_non_candidates
-        self.lm_tokenizer = lm_tokenizer
-        self.model = model
-        self.trace = trace
-        pad = None if lm_tokenizer is None else lm_tokenizer.pad_token_id
-        eos = None if lm_tokenizer is None else lm_tokenizer.eos_token_id
-        self._prompt_mask = PromptMask(prompt_ids, attention_mask, pad, eos)
-        self._prompt_length = None if prompt_ids is None else prompt_ids.size(1)
+    value: CandidateValue
+    _: KW_ONLY
+    policy: str = "top_k"
+    k: int | None = 20
+    p: float | None = None
+    beta: float = 1.0
+    normalize: str = "none"
+    invert: bool = False
+    mask_non_candidates: bool = True
+    max_candidates: int | None = None
+    lm_tokenizer: Any = None
+    model: Any = None
+    prompt_ids: torch.Tensor | None = None
+    attention_mask: torch.Tensor | None = None
+    trace: list[ValueStepRecord] | None = None
+
+    def __post_init__(self) -> None:
+        check_policy(self.policy, self.k, self.p, self.max_candidates)
+        if self.normalize not in NORMALIZATIONS:
+            raise ValueError(f"normalize must be one of {', '.join(NORMALIZATIONS)}, got {self.normalize!r}")
+        if isinstance(self.value, BaseCandidateValue):
+            self.value = self.value.for_call()
+        pad = None if self.lm_tokenizer is None else self.lm_tokenizer.pad_token_id
+        eos = None if self.lm_tokenizer is None else self.lm_tokenizer.eos_token_id
+        self._prompt_mask = PromptMask(self.prompt_ids, self.attention_mask, pad, eos)
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         """Shifted scores [B, V] from the prefix [B, T] int64 and the incoming scores [B, V]."""
@@ -140,9 +132,10 @@ class ValueGuidedProcessor(LogitsProcessor):
 
     def _step_name(self, input_ids: torch.Tensor) -> str:
         tokens = input_ids.size(1)
-        if self._prompt_length is None or tokens < self._prompt_length:
+        prompt = None if self.prompt_ids is None else self.prompt_ids.size(1)
+        if prompt is None or tokens < prompt:
             return f"the step after {tokens} tokens"
-        return f"step {tokens - self._prompt_length} (after {tokens} tokens)"
+        return f"step {tokens - prompt} (after {tokens} tokens)"
 
     def _record(
         self,
