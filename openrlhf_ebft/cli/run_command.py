@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Callable, Sequence
 
@@ -15,8 +16,10 @@ _FILE_ERRORS = (FileNotFoundError, FileExistsError, IsADirectoryError, NotADirec
 def run_command(command: Command, argv: Sequence[str] | None = None) -> int:
     """Calls `command` with `argv` (default: the process's own) and returns its exit code.
 
-    Only errors that the user can put right lose their traceback; every other exception passes through.
+    Only errors that the user can put right lose their traceback; every other exception passes through. SIGTERM ends a
+    command as Ctrl-C does.
     """
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         return command(sys.argv[1:] if argv is None else argv)
     except UserError as error:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 Precision = Literal["float32", "bfloat16", "float16"]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+EmbedMethod = Literal["last_token", "mean_pooling", "completion_mean", "concat"]
 DecayRate = Annotated[float, Field(ge=0.0, lt=1.0)]
 
 
@@ -32,8 +33,14 @@ class ModelConfig(Section):
 class DataConfig(Section):
     """Where prompts and ground truths come from and how they become token ids."""
 
-    mode: Literal["structured"] = Field("structured", description="structured: one anchor at the end of each prompt")
-    path: str = Field(description="file (.jsonl .json .csv .parquet), folder of such files, or hub dataset name")
+    mode: Literal["structured", "strided"] = Field(
+        "structured",
+        description="structured: one anchor at the end of each prompt; strided: anchors all along documents or answers",
+    )
+    path: str = Field(
+        description="file (.jsonl .json .csv .parquet), folder of such files, or hub dataset name; with "
+        "data.text_column also text files (.txt .md .rst .py) or a folder that holds some"
+    )
     split: str = Field("train", description="split of a hub dataset; ignored for files")
     prompt_column: str = Field("prompt", description="column with the prompt text")
     ground_truth_column: str = Field("ground_truth", description="column with the ground-truth completion text")
@@ -52,6 +59,17 @@ class DataConfig(Section):
     on_bad_row: Literal["strict", "skip"] = Field(
         "strict", description="strict: the first faulty row is an error; skip: faulty rows are counted and left out"
     )
+    text_column: str | None = Field(
+        None, description="strided: column with raw documents; default: anchors lie in the answers of prompts or chats"
+    )
+    stride: int = Field(8, ge=1, description="strided: tokens between anchors")
+    context_length: int = Field(8, ge=1, description="strided: tokens of a document before its first anchor")
+    generate_max_len: int = Field(8, ge=1, description="strided: tokens of a window and its completions")
+    sequence_length: int = Field(256, ge=2, description="strided: longer documents are cut, in tokens")
+    pack_documents: bool = Field(
+        False, description="strided: fill references of data.sequence_length with several documents, masked apart"
+    )
+    min_completion_prefix: int = Field(0, ge=0, description="strided: tokens of an answer before its first anchor")
     heldout_fraction: Fraction = Field(0.05, description="share of rows held out, chosen by a hash of the content")
     shuffle: bool = Field(True, description="new seeded order of the training rows every epoch")
 
@@ -93,12 +111,13 @@ class FeatureConfig(Section):
         (0.25, 0.5, 0.75), min_length=1, description="depths of the tapped blocks as fractions of the model's depth"
     )
     normalize: Literal["joint", "per_layer", "none"] = Field("joint", description="scaling of a token's features")
-    embed_method: Literal["last_token", "mean_pooling", "completion_mean", "concat"] = Field(
-        "completion_mean", description="pooling of token features to an embedding"
+    embed_method: EmbedMethod | None = Field(
+        None,
+        description="pooling of token features to an embedding; default: completion_mean, last_token in strided mode",
     )
     pool_special_tokens: bool = Field(False, description="let EOS and other special tokens enter pooling")
     whitening: Literal["feature", "sample", "none"] = Field("feature", description="space in which groups are whitened")
-    whiten_tol: float = Field(1e-5, gt=0.0, lt=1.0, description="singular values below tol * largest count as zero")
+    whiten_tol: float = Field(1e-5, ge=1e-6, lt=1.0, description="singular values below tol * largest count as zero")
     num_replicas: int = Field(1, ge=1, description="number of feature network actors")
     max_tokens_per_batch: int = Field(8192, ge=1, description="tokens of one forward pass of the feature network")
     timeout_s: float = Field(900.0, gt=0.0, description="limit of one feature extraction, in seconds")
@@ -216,3 +235,15 @@ class EBFTConfig(Section):
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
     evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig)
     logging: LoggingConfig = Field(default_factory=LoggingConfig)
+
+    @model_validator(mode="after")
+    def _resolve_by_mode(self) -> Self:
+        """Fills in the defaults that depend on data.mode, so that a printed or saved configuration shows them."""
+        if self.features.embed_method is None:
+            self.features.embed_method = "last_token" if self.data.mode == "strided" else "completion_mean"
+        return self
+
+    @property
+    def completion_limit(self) -> int:
+        """Most tokens that a completion can have."""
+        return self.data.generate_max_len if self.data.mode == "strided" else self.rollout.max_new_tokens

@@ -14,7 +14,8 @@ import yaml
 from tests.processes import ROOT
 from tests.tiny_models import tiny_llama, tiny_tokenizer
 
-_WORDS = "the cat sat on a mat and then ran off to see one more dog near an old red hut by sea".split()
+_TEXT = "the cat sat on a mat and then ran off to see one more dog near an old red hut by sea"
+_WORDS = _TEXT.split()
 
 
 def write_inputs(folder: Path, rows: int = 40) -> None:
