@@ -1,4 +1,4 @@
-"""`openrlhf-ebft prepare-data stdlib --out FILE`: training rows that every machine can make."""
+"""`openrlhf-ebft prepare-data SOURCE --out FILE`: training rows that every machine can make."""
 
 from __future__ import annotations
 
@@ -14,22 +14,27 @@ def main(argv: Sequence[str]) -> int:
     """Writes the file and says how many rows it has; returns the exit code."""
     parser = argparse.ArgumentParser(
         prog="openrlhf-ebft prepare-data",
-        description="Write JSON lines with the columns prompt, ground_truth and source: complete, or not at all.",
+        description="Write JSON lines, complete or not at all.",
         allow_abbrev=False,
     )
     parser.add_argument(
         "source",
-        choices=("stdlib",),
+        choices=("stdlib", "stdlib-modules"),
         metavar="SOURCE",
-        help="stdlib: signature + docstring -> body of the functions of this Python's standard library",
+        help="stdlib: columns prompt, ground_truth and source, signature + docstring -> body of the functions of this "
+        "Python's standard library; stdlib-modules: columns text and source, its whole modules",
     )
     parser.add_argument("--out", required=True, metavar="FILE", help="file to write, such as datasets/pairs.jsonl")
     arguments = parser.parse_args(argv)
+    out = Path(arguments.out)
+    if arguments.source == "stdlib-modules":
+        from openrlhf_ebft.data.stdlib_modules import write_stdlib_modules
+
+        print(f"{write_stdlib_modules(out)} documents in {out}")
+        return 0
     from openrlhf_ebft.data.stdlib_pairs import write_stdlib_pairs
 
-    out = Path(arguments.out)
-    count = write_stdlib_pairs(out)
-    print(f"{count} pairs in {out}")
+    print(f"{write_stdlib_pairs(out)} pairs in {out}")
     return 0
 
 

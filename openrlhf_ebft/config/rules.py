@@ -4,7 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from openrlhf_ebft.config.sections import EBFTConfig
+from openrlhf_ebft.config.sections import DataConfig, EBFTConfig
+
+STRIDED_KEYS = (
+    "text_column",
+    "stride",
+    "context_length",
+    "generate_max_len",
+    "sequence_length",
+    "pack_documents",
+    "min_completion_prefix",
+)
+"""Keys of the data section that only strided mode reads."""
 
 Rule = Callable[[EBFTConfig], Iterator[str]]
 
@@ -87,6 +98,8 @@ def _steps_fit_the_schedule(config: EBFTConfig) -> Iterator[str]:
 
 def _lengths_fit(config: EBFTConfig) -> Iterator[str]:
     data, rollout = config.data, config.rollout
+    if data.mode == "strided":
+        return
     needed = data.max_prompt_tokens + rollout.max_new_tokens
     if rollout.max_model_len is not None and rollout.max_model_len < needed:
         yield (
@@ -120,6 +133,53 @@ def _data_is_read(config: EBFTConfig) -> Iterator[str]:
         )
     if data.heldout_fraction == 1:
         yield "data.heldout_fraction = 1 leaves no training rows: set data.heldout_fraction below 1 (0.05)"
+
+
+def _strided_keys_belong_to_strided_mode(config: EBFTConfig) -> Iterator[str]:
+    if config.data.mode == "strided":
+        return
+    defaults = DataConfig.model_fields
+    for name in STRIDED_KEYS:
+        value = getattr(config.data, name)
+        if value != defaults[name].default:
+            yield (
+                f"data.{name} = {value} belongs to strided mode, but data.mode = structured: set data.mode to strided, "
+                f"or leave data.{name} out"
+            )
+
+
+def _anchors_fit(config: EBFTConfig) -> Iterator[str]:
+    data, rollout = config.data, config.rollout
+    if data.mode != "strided":
+        return
+    needed = data.context_length + data.generate_max_len
+    if data.sequence_length < needed:
+        yield (
+            f"data.sequence_length = {data.sequence_length} has no room for an anchor: data.context_length = "
+            f"{data.context_length} + data.generate_max_len = {data.generate_max_len} are {needed} tokens; set "
+            f"data.sequence_length to {needed} or more"
+        )
+    if rollout.max_model_len is not None and rollout.max_model_len <= data.sequence_length:
+        yield (
+            f"rollout.max_model_len = {rollout.max_model_len} does not hold data.sequence_length = "
+            f"{data.sequence_length} and one token more: set rollout.max_model_len to {data.sequence_length + 1} "
+            "or more, or leave it out"
+        )
+    if data.pack_documents and config.model.attention == "rows":
+        yield (
+            "data.pack_documents = true needs an attention that masks documents, but model.attention = rows: set "
+            "model.attention to sdpa or eager, or data.pack_documents to false"
+        )
+    if data.text_column is None:
+        return
+    if data.messages_column is not None or data.apply_chat_template:
+        other = "data.messages_column" if data.messages_column is not None else "data.apply_chat_template"
+        yield (f"data.text_column = {data.text_column} reads raw documents and {other} reads chats: keep one of them")
+    if data.min_completion_prefix > 0:
+        yield (
+            f"data.min_completion_prefix = {data.min_completion_prefix} counts tokens of an answer, but "
+            f"data.text_column = {data.text_column} reads raw documents: set data.context_length instead"
+        )
 
 
 def _evaluation_has_rows(config: EBFTConfig) -> Iterator[str]:
@@ -196,6 +256,8 @@ _RULES: tuple[Rule, ...] = (
     _steps_fit_the_schedule,
     _lengths_fit,
     _data_is_read,
+    _strided_keys_belong_to_strided_mode,
+    _anchors_fit,
     _evaluation_has_rows,
     _features_are_distinct,
     _engine_can_do_it,

@@ -58,8 +58,8 @@ def make_examples(
 
 
 def _from_columns(row: Row, config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> Example:
-    prompt = _text(row, config.prompt_column, "prompt")
-    ground_truth = _text(row, config.ground_truth_column, "ground truth")
+    prompt = row_text(row, config.prompt_column, "prompt")
+    ground_truth = row_text(row, config.ground_truth_column, "ground truth")
     if config.apply_chat_template:
         prompt = _render([{"role": "user", "content": prompt}], tokenizer)
     return Example(row.place, prompt, ground_truth, config.apply_chat_template)
@@ -118,7 +118,8 @@ def _column(row: Row, column: str) -> Any:
     return value
 
 
-def _text(row: Row, column: str, role: str) -> str:
+def row_text(row: Row, column: str, role: str) -> str:
+    """Returns the text of a column. Raises RowFault where it is missing, null, no text or empty; `role` names it."""
     value = _column(row, column)
     if not isinstance(value, str):
         raise RowFault("non-text value", f"column {column!r} must be text, but is {_kind(value)}")

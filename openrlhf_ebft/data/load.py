@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from collections.abc import Iterator
 
+import torch
 from transformers import PreTrainedTokenizerBase
 
 from openrlhf_ebft.config.sections import EBFTConfig
 from openrlhf_ebft.core.experience import Reference
+from openrlhf_ebft.data.documents import read_documents
 from openrlhf_ebft.data.errors import DataError
 from openrlhf_ebft.data.examples import Example, RowFault, make_examples
 from openrlhf_ebft.data.report import DataReport
 from openrlhf_ebft.data.sources import read_rows
 from openrlhf_ebft.data.splitting import content_hash, is_heldout
+from openrlhf_ebft.data.strided import TokenSequence, cut_sequence, make_references
 from openrlhf_ebft.data.structured import PromptTokenizer, fit_lengths, make_reference
 
 logger = logging.getLogger(__name__)
+
+Sides = tuple[list[Reference], list[Reference], Counter[int]]
+"""Training and held-out references, and how often each row's content occurred."""
 
 
 def load_data(
@@ -31,23 +38,89 @@ def load_data(
     """
     report = DataReport(strict=config.data.on_bad_row == "strict")
     encoder = PromptTokenizer(tokenizer, config.data.append_eos)
+    if config.data.mode == "strided":
+        train, heldout, seen = _load_strided(config, tokenizer, encoder, report)
+    else:
+        train, heldout, seen = _load_structured(config, tokenizer, encoder, report)
+    _finish(report, seen, config)
+    return train, heldout, report
+
+
+def _load_structured(
+    config: EBFTConfig, tokenizer: PreTrainedTokenizerBase, encoder: PromptTokenizer, report: DataReport
+) -> Sides:
     train: list[Reference] = []
     heldout: list[Reference] = []
     seen: Counter[int] = Counter()
+    for row_hash, name, _, ids in _pairs(config, tokenizer, encoder, report, seen):
+        side = heldout if is_heldout(row_hash, config.data.heldout_fraction) else train
+        side.append(make_reference(name, *ids, config.rollout))
+    report.train_rows, report.heldout_rows = len(train), len(heldout)
+    return train, heldout, seen
+
+
+def _load_strided(
+    config: EBFTConfig, tokenizer: PreTrainedTokenizerBase, encoder: PromptTokenizer, report: DataReport
+) -> Sides:
+    """A document's pieces stay on one side, and rows are packed from the documents of one side."""
+    data = config.data
+    sides: tuple[list[TokenSequence], list[TokenSequence]] = ([], [])
+    rows = [0, 0]
+    seen: Counter[int] = Counter()
+    for row_hash, place, sequence in _sequences(config, tokenizer, encoder, report, seen):
+        side = int(is_heldout(row_hash, data.heldout_fraction))
+        pieces = cut_sequence(sequence, place, data, report)
+        sides[side].extend(pieces)
+        rows[side] += bool(pieces)
+    report.train_rows, report.heldout_rows = rows
+    train, heldout = (make_references(side, data) for side in sides)
+    for name, references in (("training", train), ("held-out", heldout)):
+        anchors = sum(reference.anchors.numel() for reference in references)
+        report.notes.append(
+            f"{name}: {len(references)} references of at most {data.sequence_length} tokens, {anchors} anchors"
+        )
+    return train, heldout, seen
+
+
+def _sequences(
+    config: EBFTConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    encoder: PromptTokenizer,
+    report: DataReport,
+    seen: Counter[int],
+) -> Iterator[tuple[int, str, TokenSequence]]:
+    """Yields (content hash, place, tokens) of every document, or of every prompt with its answer."""
+    if config.data.text_column is None:
+        for row_hash, name, place, (prompt, answer) in _pairs(config, tokenizer, encoder, report, seen):
+            ids = torch.tensor([*prompt, *answer])
+            yield row_hash, place, TokenSequence(name, ids, torch.arange(len(ids)) >= len(prompt))
+        return
+    for place, text in read_documents(config.data, config.data.text_column, report):
+        row_hash = content_hash(text, "")
+        ids = torch.tensor(encoder.document_ids(text))
+        yield row_hash, place, TokenSequence(_name(row_hash, seen), ids, torch.ones_like(ids, dtype=torch.bool))
+
+
+def _pairs(
+    config: EBFTConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    encoder: PromptTokenizer,
+    report: DataReport,
+    seen: Counter[int],
+) -> Iterator[tuple[int, str, str, tuple[list[int], list[int]]]]:
+    """Yields (content hash, name, place, (prompt ids, ground-truth ids)) of every row that fits the limits."""
     rows = read_rows(config.data.path, config.data.split, report)
     for example in make_examples(rows, config.data, tokenizer, report):
         ids = _encode(example, encoder, config, report)
-        if ids is None:
-            continue
-        row_hash = content_hash(example.prompt, example.ground_truth)
-        seen[row_hash] += 1
-        suffix = f"-{seen[row_hash]}" if seen[row_hash] > 1 else ""
-        reference = make_reference(f"{row_hash:016x}{suffix}", *ids, config.rollout)
-        side = heldout if is_heldout(row_hash, config.data.heldout_fraction) else train
-        side.append(reference)
-    report.train_rows, report.heldout_rows = len(train), len(heldout)
-    _finish(report, seen, config)
-    return train, heldout, report
+        if ids is not None:
+            row_hash = content_hash(example.prompt, example.ground_truth)
+            yield row_hash, _name(row_hash, seen), example.place, ids
+
+
+def _name(row_hash: int, seen: Counter[int]) -> str:
+    """An id that depends on the content alone; a repeated row gets a running number."""
+    seen[row_hash] += 1
+    return f"{row_hash:016x}" + (f"-{seen[row_hash]}" if seen[row_hash] > 1 else "")
 
 
 def _encode(

@@ -6,7 +6,7 @@ import ast
 import json
 import os
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 _SKIPPED_FOLDERS = {
@@ -25,9 +25,9 @@ def stdlib_pairs(root: Path | None = None) -> Iterator[dict[str, str]]:
     code join a line break and its indent, which a cut behind either would break. Together they are the function's
     own source, moved to the left margin.
     """
-    root = root or Path(sysconfig.get_paths()["stdlib"])
+    root = root or stdlib_root()
     seen: set[tuple[str, str]] = set()
-    for path in _source_files(root):
+    for path in source_files(root):
         module = ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__")
         for name, prompt, ground_truth in _file_pairs(path):
             if (prompt, ground_truth) not in seen:
@@ -37,21 +37,32 @@ def stdlib_pairs(root: Path | None = None) -> Iterator[dict[str, str]]:
 
 def write_stdlib_pairs(out: Path) -> int:
     """Writes the pairs as JSON lines, complete or not at all; returns their number."""
+    return write_json_lines(stdlib_pairs(), out)
+
+
+def write_json_lines(rows: Iterable[dict[str, str]], out: Path) -> int:
+    """Writes rows to a file that is complete or not there at all; returns their number."""
     out.parent.mkdir(parents=True, exist_ok=True)
     partial = out.with_name(f".{out.name}.{os.getpid()}")
     count = 0
     try:
         with partial.open("w", encoding="utf-8") as file:
-            for pair in stdlib_pairs():
+            for row in rows:
                 count += 1
-                file.write(json.dumps(pair, ensure_ascii=False) + "\n")
+                file.write(json.dumps(row, ensure_ascii=False) + "\n")
         partial.replace(out)
     finally:
         partial.unlink(missing_ok=True)
     return count
 
 
-def _source_files(root: Path) -> list[Path]:
+def stdlib_root() -> Path:
+    """Folder of the running Python's standard library."""
+    return Path(sysconfig.get_paths()["stdlib"])
+
+
+def source_files(root: Path) -> list[Path]:
+    """Python files below `root` in the order of their paths, without tests and installed packages."""
     files = []
     for folder, subfolders, names in os.walk(root):
         subfolders[:] = [name for name in subfolders if name not in _SKIPPED_FOLDERS and not name.startswith("config-")]

@@ -65,6 +65,15 @@ class PromptTokenizer:
             )
         return ids
 
+    def document_ids(self, text: str) -> list[int]:
+        """Returns a raw document's ids, with BOS when the tokenizer adds one and EOS when it is appended."""
+        ids: list[int] = self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        if self._adds_bos and ids[:1] != [self._bos]:
+            ids = [self._bos, *ids]
+        if self._append_eos and ids[-1:] != [self._eos]:
+            ids = [*ids, self._eos]
+        return ids
+
     def truncate_left(self, ids: list[int], limit: int) -> list[int]:
         """Returns the last `limit` prompt ids; a BOS at the front stays."""
         if self._bos is not None and ids[0] == self._bos and limit > 1:

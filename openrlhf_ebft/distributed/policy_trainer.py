@@ -126,7 +126,7 @@ class PolicyTrainer:
         if objective == "sft":
             return {"loss": ce, "ce_loss": ce}
         sequence, count = batch.branch_of_token, counts.completions
-        limit = self.config.rollout.max_new_tokens
+        limit = self.config.completion_limit
         rl = aggregate(on_policy_loss(output.branch, advantages), sequence, count, mode, limit)
         entropy = aggregate(output.branch_entropy, sequence, count, mode, limit)
         mismatch = output.branch.detach() - batch.sampler_logprobs

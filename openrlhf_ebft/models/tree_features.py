@@ -27,8 +27,11 @@ class TreeFeatures:
         self, network: FeatureNetwork, config: FeatureConfig, *, special_ids: Collection[int], mode: AttentionMode
     ) -> None:
         """`special_ids` are the tokens that do not enter pooling unless `config.pool_special_tokens` is set."""
+        if config.embed_method is None:
+            raise ValueError("features.embed_method is null: a whole run's configuration fills it in by data.mode")
         self.network = network
         self.config = config
+        self.embed_method: str = config.embed_method
         self.special_ids = frozenset() if config.pool_special_tokens else frozenset(special_ids)
         backbone = network.backbone
         self.device, self.dtype = backbone.device, backbone.dtype
@@ -66,7 +69,7 @@ class TreeFeatures:
         return [hidden[row, : len(tree)] for row, tree in enumerate(trees)]
 
     def _gram(self, tree: RolloutTree, states: Tensor | None) -> Tensor:
-        with_context = states is None or self.config.embed_method in ROW_METHODS
+        with_context = states is None or self.embed_method in ROW_METHODS
         grid = tree.group_grid(with_context=with_context)
         anchors, rows = grid.indices.shape[:2]
         tokens = tree.token_ids[grid.indices]
@@ -74,9 +77,9 @@ class TreeFeatures:
         features = normalize_tokens(features.float(), self.network.num_taps, self.config.normalize)
         own = poolable_mask(tokens.flatten(0, 1), grid.completion.flatten(0, 1), self.special_ids)
         mask = own
-        if self.config.embed_method in ROW_METHODS:
+        if self.embed_method in ROW_METHODS:
             mask = own | (grid.valid & ~grid.completion).flatten(0, 1)
-        embeddings = pool_rows(features.flatten(0, 1), mask, own, self.config.embed_method).view(anchors, rows, -1)
+        embeddings = pool_rows(features.flatten(0, 1), mask, own, self.embed_method).view(anchors, rows, -1)
         if not bool(torch.isfinite(embeddings).all()):
             raise ValueError(f"{tree.example_id}: the feature network returned states that are not finite")
         return group_gram(embeddings[:, :-1], embeddings[:, -1]).cpu()

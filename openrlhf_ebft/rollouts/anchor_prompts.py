@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from openrlhf_ebft.core.experience import Completion, Rollout, RolloutRequest
+import torch
+
+from openrlhf_ebft.core.experience import Completion, Reference, Rollout, RolloutRequest
 from openrlhf_ebft.core.seeding import completion_seed
 
 
@@ -38,11 +40,12 @@ def anchor_prompts(requests: Sequence[RolloutRequest], *, max_model_len: int, vo
             raise ValueError(f"example {reference.example_id!r}: num_samples must be at least 1, got 0 or less")
         tokens = reference.token_ids.tolist()
         limits = reference.max_new_tokens.tolist()
+        starts = _context_starts(reference)
         for index, position in enumerate(reference.anchors.tolist()):
             prompt = AnchorPrompt(
                 example_id=reference.example_id,
                 anchor=index,
-                token_ids=tokens[:position],
+                token_ids=tokens[starts[index] : position],
                 max_new_tokens=limits[index],
                 num_samples=request.num_samples,
                 seed=completion_seed(request.seed, index, 0),
@@ -50,6 +53,27 @@ def anchor_prompts(requests: Sequence[RolloutRequest], *, max_model_len: int, vo
             _check(prompt, max_model_len, vocab_size)
             prompts.append(prompt)
     return prompts
+
+
+def _context_starts(reference: Reference) -> list[int]:
+    """First context token of every anchor: the beginning of the document that its completions continue.
+
+    Raises:
+        ValueError: completions would run from one document into the next, whose tokens see another context.
+    """
+    documents = reference.document_ids
+    if documents is None:
+        return [0] * reference.anchors.numel()
+    last = (reference.anchors + reference.max_new_tokens - 1).clamp(max=documents.numel() - 1)
+    crossing = documents[last] != documents[reference.anchors - 1]
+    if bool(crossing.any()):
+        index = int(torch.nonzero(crossing)[0])
+        raise ValueError(
+            f"example {reference.example_id!r}, anchor {index} at token {int(reference.anchors[index])}: completions "
+            f"of up to {int(reference.max_new_tokens[index])} tokens reach into another document, where their context "
+            "changes; only the block-parallel sampler (rollout.engine=transformers) can do that"
+        )
+    return torch.searchsorted(documents, documents[reference.anchors - 1]).tolist()
 
 
 def check_token_ids(token_ids: Sequence[int], vocab_size: int, owner: str) -> None:

@@ -184,10 +184,15 @@ def check_lengths(config: EBFTConfig, references: Sequence[Reference]) -> int:
     model = AutoConfig.from_pretrained(name, trust_remote_code=config.model.trust_remote_code, **extra)
     limit = getattr(model.get_text_config(), "max_position_embeddings", None)
     if limit is not None and needed > limit:
+        data = config.data
+        keys = f"data.sequence_length = {data.sequence_length}"
+        if data.mode == "structured":
+            keys = (
+                f"data.max_prompt_tokens = {data.max_prompt_tokens}, data.max_ground_truth_tokens = "
+                f"{data.max_ground_truth_tokens} or rollout.max_new_tokens = {config.rollout.max_new_tokens}"
+            )
         raise UserError(
-            f"the data needs sequences of {needed} tokens, but {config.model.path} has {limit} positions: lower "
-            f"data.max_prompt_tokens = {config.data.max_prompt_tokens}, data.max_ground_truth_tokens = "
-            f"{config.data.max_ground_truth_tokens} or rollout.max_new_tokens = {config.rollout.max_new_tokens}"
+            f"the data needs sequences of {needed} tokens, but {config.model.path} has {limit} positions: lower {keys}"
         )
     if config.rollout.max_model_len is not None and config.rollout.max_model_len < needed:
         raise UserError(

@@ -15,6 +15,16 @@ def test_prepare_data_writes_rows_that_training_reads(tmp_path, capsys, monkeypa
     assert set(first) == {"prompt", "ground_truth", "source"}
 
 
+def test_prepare_data_writes_whole_modules(tmp_path, capsys):
+    out = tmp_path / "modules.jsonl"
+    assert main(["prepare-data", "stdlib-modules", "--out", str(out)]) == 0
+    rows = [json.loads(line) for line in out.open(encoding="utf-8")]
+    assert f"{len(rows)} documents in" in capsys.readouterr().out
+    assert len(rows) > 300 and all(set(row) == {"text", "source"} and row["text"].strip() for row in rows)
+    (dataclasses,) = (row for row in rows if row["source"] == "dataclasses")
+    assert "def asdict(" in dataclasses["text"]
+
+
 def test_prepared_model_is_kept(tmp_path, capsys):
     (tmp_path / "config.json").write_text("{}")
     assert main(["prepare-model", "smollm2-135m", "--out", str(tmp_path)]) == 0

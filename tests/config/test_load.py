@@ -22,6 +22,21 @@ def test_defaults_are_the_papers(write_config):
     assert (config.optimizer.learning_rate, config.policy.ce_coef) == (1e-6, 0.03)
 
 
+@pytest.mark.parametrize(("mode", "method"), [("structured", "completion_mean"), ("strided", "last_token")])
+def test_pooling_is_resolved_by_mode_and_shown(write_config, mode, method):
+    config = load_config(write_config(), [f"--data.mode={mode}"])
+    assert config.features.embed_method == method
+    assert f"embed_method: {method}" in dump_config(config)
+    chosen = load_config(write_config(), [f"--data.mode={mode}", "--features.embed_method=mean_pooling"])
+    assert chosen.features.embed_method == "mean_pooling"
+
+
+def test_limit_of_a_completion_by_mode(write_config):
+    flags = ["--data.generate_max_len=5", "--rollout.max_new_tokens=77"]
+    assert load_config(write_config(), ["--data.mode=strided", *flags]).completion_limit == 5
+    assert load_config(write_config(), flags[1:]).completion_limit == 77
+
+
 def test_flags_win_over_the_file_in_both_spellings(write_config):
     path = write_config(MINIMAL + "rollout: {temperature: 0.9, top_k: 5}\n")
     config = load_config(path, ["--rollout.temperature", "0.7", "--optimizer.learning_rate=1e-5", "--seed", "3"])

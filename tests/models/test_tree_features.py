@@ -81,7 +81,7 @@ def test_batches_of_any_size_give_the_same_grams(tmp_path):
     network = load_feature_network(str(tmp_path), (0.5, 1.0), torch.float32)
     results = []
     for limit in (1, 50, 8192):
-        config = FeatureConfig(max_tokens_per_batch=limit)
+        config = FeatureConfig(embed_method="completion_mean", max_tokens_per_batch=limit)
         results.append(TreeFeatures(network, config, special_ids=(), mode="sdpa").group_grams(trees()))
     for grams in results[1:]:
         for first, other in zip(results[0], grams, strict=True):
@@ -91,6 +91,6 @@ def test_batches_of_any_size_give_the_same_grams(tmp_path):
 def test_an_anchor_without_ground_truth_is_named(tmp_path):
     tiny_llama(tmp_path)
     network = load_feature_network(str(tmp_path), (1.0,), torch.float32)
-    features = TreeFeatures(network, FeatureConfig(), special_ids=(), mode="sdpa")
+    features = TreeFeatures(network, FeatureConfig(embed_method="completion_mean"), special_ids=(), mode="sdpa")
     with pytest.raises(ValueError, match="example-7"):
         features.group_grams([make_tree(make_reference(4, [4], seed=7), [[2]])])

@@ -1,0 +1,57 @@
+"""Raw documents: the text column of data rows, or text files themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from openrlhf_ebft.config.sections import DataConfig
+from openrlhf_ebft.data.errors import DataError
+from openrlhf_ebft.data.examples import RowFault, row_text
+from openrlhf_ebft.data.report import DataReport
+from openrlhf_ebft.data.rows import Row
+from openrlhf_ebft.data.sources import read_rows
+
+TEXT_SUFFIXES = (".txt", ".md", ".rst", ".py")
+
+
+def read_documents(config: DataConfig, column: str, report: DataReport) -> Iterator[tuple[str, str]]:
+    """Yields (place, text) of every document of `config.path`.
+
+    A text file, or a folder with text files below it, gives one document a file, in the order of the paths; anything
+    else is read as rows, whose `column` holds the text.
+
+    Raises:
+        DataError: nothing is found, or, in strict mode, the first faulty row or file.
+    """
+    path = Path(config.path).expanduser()
+    files = _text_files(path)
+    rows = _file_rows(files, column, report) if files else read_rows(config.path, config.split, report)
+    for row in rows:
+        try:
+            text = row_text(row, column, "document")
+        except RowFault as fault:
+            report.fault(row.place, fault.reason, str(fault))
+        else:
+            yield row.place, text
+
+
+def _text_files(path: Path) -> list[Path]:
+    if path.is_file():
+        return [path] if path.suffix.lower() in TEXT_SUFFIXES else []
+    if not path.is_dir():
+        return []
+    return sorted(file for file in path.rglob("*") if file.is_file() and file.suffix.lower() in TEXT_SUFFIXES)
+
+
+def _file_rows(files: list[Path], column: str, report: DataReport) -> Iterator[Row]:
+    for file in files:
+        report.rows_read += 1
+        try:
+            text = file.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            report.fault(str(file), "not UTF-8", f"not UTF-8 text: byte {error.object[error.start]:#04x}")
+        except OSError as error:
+            raise DataError(f"{file}: cannot be read: {error.strerror}") from None
+        else:
+            yield Row(str(file), {column: text})
