@@ -10,8 +10,16 @@ from __future__ import annotations
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+# Attention sees a whole number of such blocks: matrix libraries compile a kernel for every new shape, and a step that
+# is one token longer than the last would pay for that in every layer.
+SLOT_BLOCK = 32
 # Free slots added when a buffer must grow, so that growing is rare.
 SLOT_RESERVE = 64
+
+
+def visible_slots(used: int) -> int:
+    """Slots that attention sees when `used` are in use; those beyond hold zeros or old entries and must be masked."""
+    return -(-used // SLOT_BLOCK) * SLOT_BLOCK
 
 
 class TreeCacheLayer(CacheLayerMixin):
@@ -32,19 +40,20 @@ class TreeCacheLayer(CacheLayerMixin):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write the forward's states after the committed slots; returns every slot up to their end."""
+        """Write the forward's states after the committed slots; returns the visible slots."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         end = self.start + key_states.size(2)
-        if end > self.keys.size(2):
-            self.keys = _grown(self.keys, self.start, end + SLOT_RESERVE)
-            self.values = _grown(self.values, self.start, end + SLOT_RESERVE)
+        visible = visible_slots(end)
+        if visible > self.keys.size(2):
+            self.keys = _grown(self.keys, self.start, visible + SLOT_RESERVE)
+            self.values = _grown(self.values, self.start, visible + SLOT_RESERVE)
         self.keys[:, :, self.start : end] = key_states
         self.values[:, :, self.start : end] = value_states
-        return self.keys[:, :, :end], self.values[:, :, :end]
+        return self.keys[:, :, :visible], self.values[:, :, :visible]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.start + query_length, 0
+        return visible_slots(self.start + query_length), 0
 
     def get_seq_length(self) -> int:
         return self.start
@@ -90,7 +99,7 @@ class TreeCache(Cache):
 
 
 def _grown(buffer: torch.Tensor, used: int, slots: int) -> torch.Tensor:
-    """A buffer of `slots` slots that starts with the `used` first slots of `buffer`."""
-    new = buffer.new_empty(*buffer.shape[:2], slots, buffer.size(3))
+    """A buffer of `slots` slots that starts with the `used` first slots of `buffer`; zeros after them."""
+    new = buffer.new_zeros(*buffer.shape[:2], slots, buffer.size(3))
     new[:, :, :used] = buffer[:, :, :used]
     return new

@@ -6,6 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
+
+from openrlhf_ebft.rad.tree_cache import visible_slots
 
 
 @dataclass
@@ -15,8 +18,8 @@ class TreeInputs:
     Attributes:
         input_ids: [B, M + K] int64.
         position_ids: [B, M + K] int64; every candidate of a row stands right after the row's prefix.
-        attention_mask: additive mask [B, 1, M + K, P + M + K] in the model's dtype, or a dict of such masks per kind
-            of attention layer.
+        attention_mask: additive mask [B, 1, M + K, S] in the model's dtype, S = visible_slots(P + M + K), or a dict
+            of such masks per kind of attention layer.
         new_valid: [B, M] bool, False where a row needs fewer than M new tokens.
     """
 
@@ -64,7 +67,9 @@ def build_inputs(
 
     cached_positions = (valid.long().cumsum(dim=1) - 1).clamp_min(0)
     key_positions = torch.cat([cached_positions, position_ids], dim=1)
-    distance = position_ids[:, :, None] - key_positions[:, None, :]
+    unused = visible_slots(key_positions.size(1)) - key_positions.size(1)
+    allowed = nn.functional.pad(allowed, (0, unused), value=False)
+    distance = position_ids[:, :, None] - nn.functional.pad(key_positions, (0, unused))[:, None, :]
     return TreeInputs(
         input_ids=torch.cat([new_ids, candidate_ids], dim=1),
         position_ids=position_ids,
