@@ -113,9 +113,8 @@ def run_path(args: argparse.Namespace) -> list[dict]:
     for batch, new_tokens in CELLS:
         prompt = ids.repeat(batch, 1)
         if args.path == "stateless" and not args.full_stateless:
-            seconds = stateless_by_steps(
-                lm, make_processor(args.path, reward, tokenizer, prompt)[0], prompt, new_tokens
-            )
+            processor = make_processor(args.path, reward, tokenizer, prompt)[0]
+            seconds = stateless_by_steps(lm, processor, prompt, new_tokens, clock)
         else:
             seconds = time_generate(
                 lm,
