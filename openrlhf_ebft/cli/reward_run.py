@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import sys
 import time
@@ -64,7 +65,10 @@ def report(folder: Path, held_out: Rows, max_length: int) -> None:
     (folder / "held_out.md").write_text(table, encoding="utf-8")
     rows = [asdict(error) for error in errors]
     (folder / "held_out.json").write_text(json.dumps(rows, indent=1), encoding="utf-8")
-    plot_errors(errors, folder / "held_out.png")
+    if importlib.util.find_spec("matplotlib") is None:
+        print("no held_out.png: it needs matplotlib (pip install matplotlib)", file=sys.stderr)
+    else:
+        plot_errors(errors, folder / "held_out.png")
 
 
 def progress_bar() -> Callable[[RewardStep], None]:
