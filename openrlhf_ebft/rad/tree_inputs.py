@@ -69,11 +69,11 @@ def build_inputs(
     key_positions = torch.cat([cached_positions, position_ids], dim=1)
     unused = visible_slots(key_positions.size(1)) - key_positions.size(1)
     allowed = nn.functional.pad(allowed, (0, unused), value=False)
-    distance = position_ids[:, :, None] - nn.functional.pad(key_positions, (0, unused))[:, None, :]
+    key_positions = nn.functional.pad(key_positions, (0, unused))
     return TreeInputs(
         input_ids=torch.cat([new_ids, candidate_ids], dim=1),
         position_ids=position_ids,
-        attention_mask=windows.masks(allowed, distance, dtype),
+        attention_mask=windows.masks(allowed, position_ids, key_positions, dtype),
         new_valid=new_valid,
     )
 
@@ -98,13 +98,14 @@ class AttentionWindows:
             self.window = None
 
     def masks(
-        self, allowed: torch.Tensor, distance: torch.Tensor, dtype: torch.dtype
+        self, allowed: torch.Tensor, query_positions: torch.Tensor, key_positions: torch.Tensor, dtype: torch.dtype
     ) -> torch.Tensor | dict[str, torch.Tensor]:
-        """Additive masks from allowed [B, Q, S] bool and the query-key distance [B, Q, S] in positions."""
+        """Additive masks from allowed [B, Q, S] bool and the positions of queries [B, Q] and keys [B, S]."""
         full = _additive(allowed, dtype)
         if self.window is None:
             return full
-        sliding = _additive(allowed & (distance < self.window), dtype)
+        near = query_positions[:, :, None] - key_positions[:, None, :] < self.window
+        sliding = _additive(allowed & near, dtype)
         return {"full_attention": full, "sliding_attention": sliding} if self.per_kind else sliding
 
 

@@ -67,24 +67,40 @@ def match_rows(state: TreeState, tokens: torch.Tensor, lengths: torch.Tensor) ->
         tokens: [B', L'] int64 right-padded prefixes of the step.
         lengths: [B'] int64.
     """
-    width = min(tokens.size(1), state.tokens.size(1))
-    within = torch.arange(width, device=tokens.device)
-    inside = (within < lengths[:, None, None]) & (within < state.lengths[None, :, None])  # [B', B, width]
-    same = (tokens[:, None, :width] == state.tokens[None, :, :width]) & inside
-    common = same.long().cumprod(dim=-1).sum(dim=-1)  # [B', B]
-    rows = torch.arange(common.size(0), device=tokens.device)
+    rows = torch.arange(tokens.size(0), device=tokens.device)
+    if tokens.size(0) == state.tokens.size(0):
+        shared = _common_prefix(tokens, lengths, state.tokens, state.lengths)
+        if bool((shared == state.lengths).all()):  # the ordinary step; spares comparing every row with every other
+            return Reuse(rows, shared, _next_candidates(state, rows, shared, tokens, lengths))
+    common = _common_prefix(tokens[:, None], lengths[:, None], state.tokens[None], state.lengths[None])  # [B', B]
     own = rows[:, None] == torch.arange(common.size(1), device=tokens.device)[None, :]
     source = (common * 2 + own.long()).argmax(dim=1)
     shared = common[rows, source]
+    return Reuse(source, shared, _next_candidates(state, source, shared, tokens, lengths))
 
-    # A row that goes on after all of its source's prefix may find its next token among the source's candidates.
-    longer = (shared == state.lengths[source]) & (lengths > shared)
+
+def _common_prefix(
+    first: torch.Tensor, first_lengths: torch.Tensor, second: torch.Tensor, second_lengths: torch.Tensor
+) -> torch.Tensor:
+    """Number of equal leading tokens; ids [..., L] and lengths [...] broadcast against each other."""
+    width = min(first.size(-1), second.size(-1))
+    within = torch.arange(width, device=first.device)
+    inside = (within < first_lengths[..., None]) & (within < second_lengths[..., None])
+    same = (first[..., :width] == second[..., :width]) & inside
+    return same.long().cumprod(dim=-1).sum(dim=-1)
+
+
+def _next_candidates(
+    state: TreeState, source: torch.Tensor, shared: torch.Tensor, tokens: torch.Tensor, lengths: torch.Tensor
+) -> torch.Tensor:
+    """[B'] int64: the source's candidate that is the row's next token after all of the source's prefix, or -1."""
+    none = torch.full_like(source, -1)
     if tokens.size(1) == 0 or state.candidate_ids.size(1) == 0:
-        return Reuse(source, shared, torch.full_like(source, -1))
+        return none
+    longer = (shared == state.lengths[source]) & (lengths > shared)
     following = tokens.gather(1, shared.clamp_max(tokens.size(1) - 1)[:, None])
     hits = (state.candidate_ids[source] == following) & longer[:, None]
-    candidate = torch.where(hits.any(dim=1), hits.long().argmax(dim=1), torch.full_like(source, -1))
-    return Reuse(source, shared, candidate)
+    return torch.where(hits.any(dim=1), hits.long().argmax(dim=1), none)
 
 
 def reused_slots(state: TreeState, reuse: Reuse) -> tuple[torch.Tensor, torch.Tensor]:

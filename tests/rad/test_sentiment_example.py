@@ -1,4 +1,4 @@
-"""The sentiment example: its configuration loads, and its data comes out of an archive laid out as vaderSentiment 2.5."""
+"""The sentiment example: its configuration loads, and its data comes out of an archive laid out like the real one."""
 
 from __future__ import annotations
 
