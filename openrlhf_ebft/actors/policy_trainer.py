@@ -76,8 +76,13 @@ class PolicyTrainerActor:
         """Writes the model in Hugging Face format (rank 0; the others take part in gathering shards)."""
         self._trainer.save_model(folder)
 
-    def close(self) -> None:
-        self._trainer.close()
+    def save_checkpoint(self, folder: Path) -> None:
+        self._trainer.save_checkpoint(folder)
+
+    def load_checkpoint(self, folder: Path) -> int:
+        """Returns the number of applied optimizer steps."""
+        self._trainer.load_checkpoint(folder)
+        return self._trainer.step
 
 
 class PolicyTrainerGroup:
@@ -133,6 +138,12 @@ class PolicyTrainerGroup:
         """Writes the model to `folder`, which must be reachable from rank 0."""
         wait_for("save model", self._names, [r.save_model.remote(folder) for r in self._ranks], self._timeout_s)
 
-    def close(self) -> None:
-        """Leaves the process group."""
-        wait_for("close", self._names, [rank.close.remote() for rank in self._ranks], self._timeout_s)
+    def save_checkpoint(self, folder: Path) -> None:
+        """Every rank writes its part of weights, optimizer and schedule to `folder`."""
+        calls = [rank.save_checkpoint.remote(folder) for rank in self._ranks]
+        wait_for("save checkpoint", self._names, calls, self._timeout_s)
+
+    def load_checkpoint(self, folder: Path) -> None:
+        """Every rank reads its part; the number of ranks and the ZeRO stage must be those that wrote it."""
+        calls = [rank.load_checkpoint.remote(folder) for rank in self._ranks]
+        self.version = wait_for("load checkpoint", self._names, calls, self._timeout_s)[0]

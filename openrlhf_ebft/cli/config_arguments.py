@@ -43,7 +43,9 @@ def list_keys(model: type[BaseModel]) -> str:
     return "\n".join(lines)
 
 
-def config_parser(prog: str, description: str, model: type[BaseModel]) -> argparse.ArgumentParser:
+def config_parser(
+    prog: str, description: str, model: type[BaseModel], *, config_required: bool = True
+) -> argparse.ArgumentParser:
     """Returns a parser with the CONFIG argument, whose help ends with the list of configuration flags."""
     parser = argparse.ArgumentParser(
         prog=prog,
@@ -53,7 +55,8 @@ def config_parser(prog: str, description: str, model: type[BaseModel]) -> argpar
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("config", metavar="CONFIG", help="YAML file of the run")
+    nargs = None if config_required else "?"
+    parser.add_argument("config", metavar="CONFIG", nargs=nargs, help="YAML file of the run")
     return parser
 
 

@@ -25,6 +25,7 @@ from openrlhf_ebft.distributed.policy_loading import load_policy
 from openrlhf_ebft.models.policy import TreeLogprobs
 
 Objective = Literal["ebft", "sft"]
+_CHECKPOINT_TAG = "deepspeed"
 
 
 @dataclass(frozen=True)
@@ -183,6 +184,17 @@ class PolicyTrainer:
         if self.rank == 0:
             self.engine.module.model.save_pretrained(folder, state_dict=state)
         dist.barrier()
+
+    def save_checkpoint(self, folder: Path) -> None:
+        """Writes weights, optimizer and schedule in DeepSpeed's format; collective."""
+        self.engine.save_checkpoint(str(folder), tag=_CHECKPOINT_TAG, client_state={"applied_steps": self.step})
+
+    def load_checkpoint(self, folder: Path) -> None:
+        """Reads what `save_checkpoint` wrote; collective. Raises RuntimeError when it does not fit this trainer."""
+        path, client_state = self.engine.load_checkpoint(str(folder), tag=_CHECKPOINT_TAG)
+        if path is None:
+            raise RuntimeError(f"DeepSpeed found no checkpoint in {folder}")
+        self.step = client_state["applied_steps"]
 
     def close(self) -> None:
         """Leaves the process group."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
+from pathlib import Path
 
 from openrlhf_ebft.actors.cluster import RunActors
 from openrlhf_ebft.config.sections import EBFTConfig
@@ -14,39 +15,18 @@ from openrlhf_ebft.core.experience import Reference, Rollout, RolloutRequest
 from openrlhf_ebft.core.rollout_tree import RolloutTree
 from openrlhf_ebft.core.seeding import derive_seed
 from openrlhf_ebft.core.step_batch import TrainItem, without_advantages
-from openrlhf_ebft.data.batches import BatchPlan, DataCursor
+from openrlhf_ebft.data.batches import BatchPlan
+from openrlhf_ebft.trainer.checkpoints import Checkpoint, save_checkpoint
 from openrlhf_ebft.trainer.clock import PhaseClock
 from openrlhf_ebft.trainer.console import Console
 from openrlhf_ebft.trainer.evaluation import EvaluationResult, evaluate
 from openrlhf_ebft.trainer.interrupts import Interrupts
+from openrlhf_ebft.trainer.state import Schedule, TrainerState
 from openrlhf_ebft.trainer.tracking import Tracker
 
 
 class NonFiniteSteps(RuntimeError):
     """Too many steps in a row had a loss or gradient that was not finite."""
-
-
-@dataclass(frozen=True)
-class TrainerState:
-    """Where a run stands; nothing else of the controller needs to be remembered."""
-
-    step: int = 0  # optimizer steps tried, warm-up included
-    cursor: DataCursor = field(default_factory=DataCursor)
-    synced_version: int = 0  # weights that the rollout engines hold
-    nonfinite_total: int = 0
-    nonfinite_in_a_row: int = 0
-
-
-@dataclass(frozen=True)
-class Schedule:
-    """Lengths of the run's phases, in optimizer steps."""
-
-    sft_steps: int
-    ebft_steps: int
-
-    @property
-    def total(self) -> int:
-        return self.sft_steps + self.ebft_steps
 
 
 class EBFTTrainer:
@@ -71,21 +51,49 @@ class EBFTTrainer:
         self.console = console
         self.state = TrainerState()
 
-    def train(self, heldout: Sequence[Reference], interrupts: Interrupts) -> None:
-        """Runs the phases that are left, until the end or until an interrupt asks to stop."""
-        with self.console.phase("supervised warm-up", self.schedule.sft_steps):
-            while self.state.step < self.schedule.sft_steps and not interrupts.requested:
-                self._sft_step()
-        if self.schedule.ebft_steps:
+    def resume(self, checkpoint: Checkpoint) -> None:
+        """Goes on from a checkpoint: trainer ranks read theirs, the engines get the weights with the next sync."""
+        self.actors.trainer.load_checkpoint(checkpoint.trainer)
+        self.state = replace(checkpoint.state, synced_version=0)
+        self.console.say(f"resumed after step {self.state.step} from {checkpoint.path}")
+
+    def train(self, heldout: Sequence[Reference], interrupts: Interrupts, checkpoints: Path) -> None:
+        """Runs the phases that are left, until the end or until an interrupt asks to stop.
+
+        Args:
+            heldout: references of the evaluations in between.
+            interrupts: asked after every step.
+            checkpoints: folder for checkpoints.
+        """
+        steps = {"supervised warm-up": self.schedule.sft_steps, "EBFT": self.schedule.total}
+        for phase, last in steps.items():
+            with self.console.phase(phase, max(last - self.state.step, 0)):
+                while self.state.step < last and not interrupts.requested:
+                    self._step(heldout)
+                    self._checkpoint_if_due(checkpoints, interrupts)
+
+    def _step(self, heldout: Sequence[Reference]) -> None:
+        if self.state.step < self.schedule.sft_steps:
+            self._sft_step()
+            return
+        if self.state.step == self.schedule.sft_steps or not self.state.synced_version:
             self._sync()
+        self._ebft_step()
         every = self.config.evaluation.every_steps
-        with self.console.phase("EBFT", self.schedule.ebft_steps):
-            while self.state.step < self.schedule.total and not interrupts.requested:
-                self._ebft_step()
-                done = self.state.step - self.schedule.sft_steps
-                if every and done % every == 0 and self.state.step < self.schedule.total:
-                    self.evaluate(heldout)
-        self._sync()
+        done = self.state.step - self.schedule.sft_steps
+        if every and heldout and done % every == 0 and self.state.step < self.schedule.total:
+            self.evaluate(heldout)
+
+    def _checkpoint_if_due(self, folder: Path, interrupts: Interrupts) -> None:
+        settings = self.config.checkpoint
+        due = settings.every_steps and self.state.step % settings.every_steps == 0
+        if not due and not (interrupts.requested and settings.on_interrupt):
+            return
+        if self.state.step > self.schedule.sft_steps:
+            self._sync()  # a resumed run starts with fresh weights in its engines; so must the one that goes on
+        save = self.actors.trainer.save_checkpoint
+        checkpoint = save_checkpoint(folder, self.state, save, keep_last=settings.keep_last)
+        self.console.say(f"checkpoint: {checkpoint.path}")
 
     def evaluate(self, heldout: Sequence[Reference]) -> EvaluationResult:
         """Evaluates the current policy on the held-out references and records the result."""

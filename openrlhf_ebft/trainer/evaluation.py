@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
 
 from openrlhf_ebft.actors.cluster import RunActors
 from openrlhf_ebft.config.sections import EBFTConfig
 from openrlhf_ebft.core.completion_metrics import CompletionMetrics, completion_metrics
-from openrlhf_ebft.core.experience import Reference, Rollout, RolloutRequest
+from openrlhf_ebft.core.experience import Completion, Reference, Rollout, RolloutRequest
 from openrlhf_ebft.core.rollout_tree import RolloutTree
 from openrlhf_ebft.core.seeding import derive_seed
 
@@ -41,6 +44,25 @@ class EvaluationResult:
     completions: CompletionMetrics
     rollouts: tuple[Rollout, ...]
     weight_version: int
+
+    def save(self, path: Path) -> None:
+        """Writes the result as JSON, for the comparison at the end of a resumed run."""
+        path.write_text(json.dumps(asdict(self)), encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: Path) -> EvaluationResult:
+        """Reads what `save` wrote."""
+        record = json.loads(path.read_text(encoding="utf-8"))
+        rollouts = []
+        for rollout in record["rollouts"]:
+            groups = tuple(tuple(_completion(c) for c in group) for group in rollout.pop("completions"))
+            rollouts.append(Rollout(completions=groups, **rollout))
+        return cls(
+            examples=tuple(ExampleResult(**example) for example in record["examples"]),
+            completions=CompletionMetrics(**record["completions"]),
+            rollouts=tuple(rollouts),
+            weight_version=record["weight_version"],
+        )
 
     def metrics(self) -> dict[str, float | None]:
         """Means over examples, and the shape of the completions."""
@@ -121,6 +143,10 @@ def compare(before: EvaluationResult, after: EvaluationResult) -> list[PairedCha
             PairedChange(name, _mean(first), _mean(second), _mean(differences), _standard_error(differences))
         )
     return changes
+
+
+def _completion(record: dict[str, Any]) -> Completion:
+    return Completion(tuple(record["token_ids"]), tuple(record["logprobs"]), record["finish_reason"])
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -6,12 +6,14 @@ import json
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import ray
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
 from openrlhf_ebft.actors.cluster import RunActors, connect, start_actors
 from openrlhf_ebft.actors.waiting import ActorError
+from openrlhf_ebft.config import load_config
 from openrlhf_ebft.config.errors import UserError
 from openrlhf_ebft.config.sections import EBFTConfig
 from openrlhf_ebft.core.experience import Reference, SamplingSettings
@@ -19,12 +21,14 @@ from openrlhf_ebft.data.batches import BatchPlan
 from openrlhf_ebft.data.load import load_data
 from openrlhf_ebft.data.tokenizers import load_run_tokenizer, stop_token_ids
 from openrlhf_ebft.models.loading import causal_lm_arguments
+from openrlhf_ebft.trainer.checkpoints import Checkpoint, latest_checkpoint
 from openrlhf_ebft.trainer.console import Console, comparison_table
-from openrlhf_ebft.trainer.ebft_trainer import EBFTTrainer, NonFiniteSteps, Schedule
+from openrlhf_ebft.trainer.ebft_trainer import EBFTTrainer, NonFiniteSteps
 from openrlhf_ebft.trainer.evaluation import EvaluationResult, compare, evaluate
 from openrlhf_ebft.trainer.interrupts import Interrupts
 from openrlhf_ebft.trainer.run_directory import RunDirectory, written_aside
 from openrlhf_ebft.trainer.samples import sample_pairs
+from openrlhf_ebft.trainer.state import Schedule
 from openrlhf_ebft.trainer.tracking import Tracker
 
 EXAMPLE_PROMPT = "def add(a, b):"
@@ -44,27 +48,46 @@ class PreparedRun:
 
 
 def run_training(config: EBFTConfig) -> int:
-    """Runs `config` to its end; returns the exit code (130 after an interrupt).
+    """Runs `config` to its end; returns the exit code: 0, 1 after a failure, 130 after an interrupt.
 
-    Raises UserError for wrong input, before Ray starts, and ActorError when an actor fails.
+    Raises UserError for wrong input, before Ray starts.
     """
     console = Console(progress=config.logging.progress)
     run = prepare_run(config, console)
-    folder = RunDirectory.create(config)
-    tracker = Tracker(folder.path, config)
+    return _train(run, RunDirectory.create(config), None, console)
+
+
+def resume_training(path: Path) -> int:
+    """Goes on with the run in the run directory `path` from its newest complete checkpoint; as `run_training`.
+
+    Raises UserError when there is no run or no complete checkpoint.
+    """
+    config = load_config(path / "config.yaml")
+    console = Console(progress=config.logging.progress)
+    folder = RunDirectory(path)
+    checkpoint = latest_checkpoint(folder.checkpoints, console.say)
+    return _train(prepare_run(config, console), folder, checkpoint, console)
+
+
+def _train(run: PreparedRun, folder: RunDirectory, checkpoint: Checkpoint | None, console: Console) -> int:
+    config = run.config
+    tracker = Tracker(folder.path, config, resume_after=checkpoint.state.step if checkpoint else None)
 
     def work(actors: RunActors, interrupts: Interrupts) -> None:
         trainer = EBFTTrainer(config, actors, run.train, run.plan, run.schedule, tracker, console)
-        before = trainer.evaluate(run.heldout) if run.heldout else None
-        trainer.train(run.heldout, interrupts)
+        if checkpoint is not None:
+            trainer.resume(checkpoint)
+        elif run.heldout:
+            trainer.evaluate(run.heldout).save(folder.first_evaluation)
+        trainer.train(run.heldout, interrupts, folder.checkpoints)
         if interrupts.requested:
             raise KeyboardInterrupt
         after = trainer.evaluate(run.heldout) if run.heldout else None
         with written_aside(folder.model) as aside:
             actors.trainer.save_model(aside)
             run.tokenizer.save_pretrained(aside)
-        if before is not None and after is not None:
-            _show_results(run, before, after, console)
+        if after is not None:
+            _show_results(run, EvaluationResult.load(folder.first_evaluation), after, console)
         console.say(f"model: {folder.model}\ngenerate: openrlhf-ebft generate {folder.model} {EXAMPLE_PROMPT!r}")
 
     try:

@@ -40,6 +40,16 @@ class RunDirectory:
         return cls(path)
 
     @property
+    def checkpoints(self) -> Path:
+        """Complete checkpoints, one folder each."""
+        return self.path / "checkpoints"
+
+    @property
+    def first_evaluation(self) -> Path:
+        """Result of the evaluation before training."""
+        return self.path / "evaluation-before.json"
+
+    @property
     def model(self) -> Path:
         """Final model in Hugging Face format."""
         return self.path / "model"

@@ -13,10 +13,14 @@ from openrlhf_ebft.config.sections import EBFTConfig
 class Tracker:
     """One record a step, to every place that the configuration names."""
 
-    def __init__(self, folder: Path, config: EBFTConfig) -> None:
-        """`folder` is the run directory."""
-        self._file = (folder / "metrics.jsonl").open("a", encoding="utf-8")
-        self._tensorboard = _tensorboard(folder) if config.logging.tensorboard else None
+    def __init__(self, folder: Path, config: EBFTConfig, *, resume_after: int | None = None) -> None:
+        """`folder` is the run directory. With `resume_after` records of later steps are dropped: they come again."""
+        path = folder / "metrics.jsonl"
+        if resume_after is not None:
+            _drop_later(path, resume_after)
+        self._file = path.open("a", encoding="utf-8")
+        purge = None if resume_after is None else resume_after + 1
+        self._tensorboard = _tensorboard(folder, purge) if config.logging.tensorboard else None
         self._wandb = _wandb(folder, config) if config.logging.wandb_project else None
 
     def log(self, step: int, phase: str, metrics: dict[str, float | None]) -> None:
@@ -50,10 +54,22 @@ def _finite(value: float | None) -> float | None:
     return value if value is not None and math.isfinite(value) else None
 
 
-def _tensorboard(folder: Path) -> Any:
+def _drop_later(path: Path, step: int) -> None:
+    """Keeps the records up to `step`; a last line that was cut off in writing goes, too."""
+    kept = []
+    for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
+        if not line.endswith("\n") or json.loads(line)["step"] > step:
+            break
+        kept.append(line)
+    aside = path.with_suffix(".jsonl.partial")
+    aside.write_text("".join(kept), encoding="utf-8")
+    aside.replace(path)
+
+
+def _tensorboard(folder: Path, purge_step: int | None) -> Any:
     from torch.utils.tensorboard import SummaryWriter
 
-    return SummaryWriter(str(folder / "tensorboard"))
+    return SummaryWriter(str(folder / "tensorboard"), purge_step=purge_step)
 
 
 def _wandb(folder: Path, config: EBFTConfig) -> Any:
