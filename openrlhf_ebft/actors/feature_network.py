@@ -11,7 +11,7 @@ from torch import Tensor
 from openrlhf_ebft.config.sections import EBFTConfig
 from openrlhf_ebft.core.rollout_tree import RolloutTree
 from openrlhf_ebft.core.step_batch import split_by_load
-from openrlhf_ebft.distributed.device import local_device, rows_attention, set_compute_threads
+from openrlhf_ebft.distributed.device import local_device, plain_attention, set_compute_threads
 from openrlhf_ebft.models.feature_network import load_feature_network
 from openrlhf_ebft.models.loading import DTYPES
 from openrlhf_ebft.models.tree_features import TreeFeatures
@@ -31,7 +31,7 @@ class FeatureNetworkActor:
             config.features.path or config.model.path,
             config.features.layer_fractions,
             DTYPES[config.features.dtype or config.model.dtype],
-            attention=rows_attention(device) if mode == "rows" else mode,
+            attention=plain_attention(mode, device),
             trust_remote_code=config.model.trust_remote_code,
         )
         self._features = TreeFeatures(network.to(device), config.features, special_ids=special_ids, mode=mode)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from openrlhf_ebft.core.tree_batch import TreeBatch
 
-AttentionMode = Literal["sdpa", "eager", "rows"]
+AttentionMode = Literal["sdpa", "eager", "rows", "split"]
 MaskKind = Literal["boolean", "additive"]
 
 
@@ -80,7 +80,7 @@ def unroll_rows(batch: TreeBatch) -> TreeRows:
         for branch in range(tree.num_branches):
             indices = tree.branch_indices(branch) + start
             rows.append(indices)
-            owners.append(indices[-int(tree.branch_lengths.flatten()[branch]) :])
+            owners.append(indices[indices.numel() - int(tree.branch_lengths.flatten()[branch]) :])
     length = max(row.numel() for row in rows)
     grid = torch.zeros(len(rows), length, dtype=torch.long, device=device)
     valid = torch.zeros(len(rows), length, dtype=torch.bool, device=device)

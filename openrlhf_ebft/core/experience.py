@@ -31,6 +31,26 @@ class Reference:
         tensors = {name: value.to(device) for name, value in vars(self).items() if isinstance(value, Tensor)}
         return replace(self, **tensors)  # type: ignore[arg-type]
 
+    def check(self) -> None:
+        """Raises ValueError, with both numbers, when anchors, windows, masks or documents do not fit the tokens."""
+        size, anchors, windows = self.token_ids.numel(), self.anchors, self.window_lengths
+        if anchors.numel() == 0:
+            raise ValueError(f"{self.example_id}: a reference needs at least one anchor")
+        if int(anchors.min()) < 1 or int(anchors.max()) > size:
+            raise ValueError(
+                f"{self.example_id}: anchors must lie in 1..{size} (a context needs a token), got {anchors.tolist()}"
+            )
+        if windows.shape != anchors.shape or bool((anchors + windows > size).any()) or int(windows.min()) < 0:
+            raise ValueError(
+                f"{self.example_id}: windows {windows.tolist()} at anchors {anchors.tolist()} "
+                f"do not fit a reference of {size} tokens"
+            )
+        if self.loss_mask.numel() != size:
+            raise ValueError(f"{self.example_id}: loss mask of {self.loss_mask.numel()} for {size} tokens")
+        documents = self.document_ids
+        if documents is not None and (documents.numel() != size or bool((documents[1:] < documents[:-1]).any())):
+            raise ValueError(f"{self.example_id}: document ids must be {size} non-decreasing numbers")
+
 
 @dataclass(frozen=True)
 class SamplingSettings:

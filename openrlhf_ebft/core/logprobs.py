@@ -9,13 +9,16 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 
-def token_logprobs(logits: Tensor, targets: Tensor, temperature: Tensor | float) -> tuple[Tensor, Tensor]:
+def token_logprobs(
+    logits: Tensor, targets: Tensor, temperature: Tensor | float, *, entropy_grad: bool = True
+) -> tuple[Tensor, Tensor]:
     """Log-probability of each target and entropy of its distribution, at the sampling temperature.
 
     Args:
         logits: (P, V) any float dtype; not modified.
         targets: (P,) int64.
         temperature: scalar or (P,), > 0; both results describe softmax(logits / temperature).
+        entropy_grad: whether the entropy carries a gradient; without, a backward pass does not touch it.
 
     Returns:
         (P,) float32 log-probabilities and (P,) float32 entropies, in nats.
@@ -23,12 +26,20 @@ def token_logprobs(logits: Tensor, targets: Tensor, temperature: Tensor | float)
     scaled = logits.float() / torch.as_tensor(temperature, dtype=torch.float32, device=logits.device).reshape(-1, 1)
     normaliser = torch.logsumexp(scaled, dim=-1)
     chosen = scaled.gather(-1, targets[:, None]).squeeze(-1) - normaliser
-    entropy = normaliser - (torch.softmax(scaled, dim=-1) * scaled).sum(-1)
+    # Last, so that a recomputation for the backward pass stops before it when it carries no gradient.
+    with torch.set_grad_enabled(entropy_grad and torch.is_grad_enabled()):
+        entropy = normaliser - (torch.softmax(scaled, dim=-1) * scaled).sum(-1)
     return chosen, entropy
 
 
 def chunked_logprobs(
-    head: Callable[[Tensor], Tensor], hidden: Tensor, targets: Tensor, temperature: Tensor, num_chunks: int
+    head: Callable[[Tensor], Tensor],
+    hidden: Tensor,
+    targets: Tensor,
+    temperature: Tensor,
+    num_chunks: int,
+    *,
+    entropy_grad: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """`token_logprobs` of head(hidden), one of `num_chunks` pieces at a time.
 
@@ -39,10 +50,11 @@ def chunked_logprobs(
         targets: (P,) int64.
         temperature: (P,) float32.
         num_chunks: at least 1. Sharded heads gather weights in every call, so all ranks must use the same number.
+        entropy_grad: as in `token_logprobs`.
     """
 
     def one_chunk(rows: Tensor, row_targets: Tensor, row_temperature: Tensor) -> tuple[Tensor, Tensor]:
-        return token_logprobs(head(rows), row_targets, row_temperature)
+        return token_logprobs(head(rows), row_targets, row_temperature, entropy_grad=entropy_grad)
 
     parts = []
     pieces = zip(*(tensor.tensor_split(num_chunks) for tensor in (hidden, targets, temperature)), strict=True)

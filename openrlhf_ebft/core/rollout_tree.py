@@ -40,7 +40,7 @@ class RolloutTree:
     sampler_logprobs: Tensor
 
     def __post_init__(self) -> None:
-        _check_reference(self.reference)
+        self.reference.check()
         total = int(self.branch_lengths.sum())
         if self.branch_lengths.shape[0] != self.num_anchors:
             raise ValueError(
@@ -80,6 +80,15 @@ class RolloutTree:
             branch_tokens=torch.empty(0, dtype=torch.long),
             branch_lengths=torch.empty(len(reference.anchors), 0, dtype=torch.long),
             sampler_logprobs=torch.empty(0),
+        )
+
+    def without_last_tokens(self) -> RolloutTree:
+        """The tree without each branch's last token, which predicts nothing: what a policy has to compute."""
+        starts = torch.cumsum(self.branch_lengths.flatten(), 0) - 1
+        keep = torch.ones_like(self.branch_tokens, dtype=torch.bool)
+        keep[starts] = False
+        return RolloutTree(
+            self.reference, self.branch_tokens[keep], self.branch_lengths - 1, self.sampler_logprobs[keep]
         )
 
     @property
@@ -167,6 +176,12 @@ class RolloutTree:
         return torch.where(self.step_of_token == 0, self.anchor_of_token - 1, own - 1)
 
     @cached_property
+    def pruned_predictors(self) -> Tensor:
+        """(B,) `predictors` as indices into the tree `without_last_tokens`."""
+        before = torch.where(self.step_of_token == 0, 0, self.branch_of_token)  # tokens that are missing there
+        return self.predictors - before
+
+    @cached_property
     def supervised_tokens(self) -> Tensor:
         """(R,) reference indices that the cross-entropy covers: in the loss mask, and not the first of a document."""
         documents = _documents(self.reference)
@@ -224,23 +239,3 @@ def _restarting_positions(documents: Tensor) -> Tensor:
     first = torch.ones_like(documents, dtype=torch.bool)
     first[1:] = documents[1:] != documents[:-1]
     return index - torch.cummax(torch.where(first, index, 0), 0).values
-
-
-def _check_reference(reference: Reference) -> None:
-    size, anchors, windows = reference.token_ids.numel(), reference.anchors, reference.window_lengths
-    if anchors.numel() == 0:
-        raise ValueError(f"{reference.example_id}: a reference needs at least one anchor")
-    if int(anchors.min()) < 1 or int(anchors.max()) > size:
-        raise ValueError(
-            f"{reference.example_id}: anchors must lie in 1..{size} (a context needs a token), got {anchors.tolist()}"
-        )
-    if windows.shape != anchors.shape or bool((anchors + windows > size).any()) or int(windows.min()) < 0:
-        raise ValueError(
-            f"{reference.example_id}: windows {windows.tolist()} at anchors {anchors.tolist()} "
-            f"do not fit a reference of {size} tokens"
-        )
-    if reference.loss_mask.numel() != size:
-        raise ValueError(f"{reference.example_id}: loss mask of {reference.loss_mask.numel()} for {size} tokens")
-    documents = reference.document_ids
-    if documents is not None and (documents.numel() != size or bool((documents[1:] < documents[:-1]).any())):
-        raise ValueError(f"{reference.example_id}: document ids must be {size} non-decreasing numbers")

@@ -17,14 +17,17 @@ def communication_backend(device: torch.device) -> str:
     return "nccl" if device.type == "cuda" else "gloo"
 
 
-def rows_attention(device: torch.device) -> str:
-    """transformers' attention implementation for plain causal rows: flash-attn where it can run."""
-    if device.type == "cuda":
+def plain_attention(mode: str, device: torch.device) -> str:
+    """transformers' attention implementation to load a model with, for a value of model.attention.
+
+    Rows are plain causal sequences: flash-attn where it can run. Split attention replaces the one that was loaded.
+    """
+    if mode == "rows" and device.type == "cuda":
         from transformers.utils import is_flash_attn_2_available
 
         if is_flash_attn_2_available():
             return "flash_attention_2"
-    return "sdpa"
+    return "sdpa" if mode in ("rows", "split") else mode
 
 
 def set_compute_threads(threads: int) -> int:

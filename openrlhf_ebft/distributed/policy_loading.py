@@ -9,7 +9,7 @@ from torch import nn
 from transformers.integrations import HfDeepSpeedConfig
 
 from openrlhf_ebft.config.sections import EBFTConfig
-from openrlhf_ebft.distributed.device import rows_attention
+from openrlhf_ebft.distributed.device import plain_attention
 from openrlhf_ebft.models.loading import DTYPES, load_causal_lm
 from openrlhf_ebft.models.policy import PolicyModel
 
@@ -17,7 +17,7 @@ from openrlhf_ebft.models.policy import PolicyModel
 def load_policy(config: EBFTConfig, deepspeed_settings: dict[str, Any], device: torch.device) -> PolicyModel:
     """Loads the policy; under ZeRO-3 transformers reads `deepspeed_settings` and loads each rank's shard only."""
     mode = config.model.attention
-    attention = rows_attention(device) if mode == "rows" else mode
+    attention = plain_attention(mode, device)
     # transformers finds this object through a weak global reference: it must live while the model loads.
     sharding = HfDeepSpeedConfig(deepspeed_settings) if config.deepspeed.zero_stage == 3 else None
     model = load_causal_lm(

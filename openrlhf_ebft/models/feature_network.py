@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrained
 from openrlhf_ebft.models.hidden_states import HiddenStateTap, find_blocks, num_blocks
 from openrlhf_ebft.models.loading import causal_lm_arguments
 from openrlhf_ebft.models.partial_checkpoint import needed_tensors, read_tensors, tensor_files
+from openrlhf_ebft.models.tree_forward import Masks, mask_arguments
 
 
 def layer_index(fraction: float, num_layers: int) -> int:
@@ -54,14 +55,12 @@ class FeatureNetwork(nn.Module):
         return super().train(False)
 
     @torch.no_grad()
-    def forward(
-        self, input_ids: Tensor, attention_mask: Tensor | dict[str, Tensor] | None, position_ids: Tensor | None = None
-    ) -> Tensor:
+    def forward(self, input_ids: Tensor, attention_mask: Masks | None, position_ids: Tensor | None = None) -> Tensor:
         """Features of every token.
 
         Args:
             input_ids: (B, S) token ids.
-            attention_mask: (B, S) of 0 and 1, or for causal models a mask with 4 axes or a dict of masks.
+            attention_mask: (B, S) of 0 and 1, or for causal models what keeps the tokens of a tree apart.
             position_ids: (B, S); bidirectional models number their positions themselves.
         Returns:
             (B, S, num_taps*hidden_size) in the network's dtype, without a graph.
@@ -69,9 +68,9 @@ class FeatureNetwork(nn.Module):
             ValueError: a tree mask for a bidirectional model.
         """
         if self.is_causal:
-            given = {"attention_mask": attention_mask, "position_ids": position_ids}
+            given = {**mask_arguments(attention_mask), "position_ids": position_ids}
         else:
-            if isinstance(attention_mask, dict) or (attention_mask is not None and attention_mask.ndim != 2):
+            if attention_mask is not None and not (isinstance(attention_mask, Tensor) and attention_mask.ndim == 2):
                 name = type(self.backbone).__name__
                 raise ValueError(f"{name} is bidirectional: it reads rows with a (B, S) mask, not rollout trees")
             given = {"attention_mask": attention_mask}

@@ -12,7 +12,8 @@ from transformers import PreTrainedModel
 from openrlhf_ebft.core.attention import AttentionMode
 from openrlhf_ebft.core.logprobs import chunked_logprobs
 from openrlhf_ebft.core.tree_batch import TreeBatch
-from openrlhf_ebft.models.tree_forward import attention_spec, forward_tree
+from openrlhf_ebft.models.split_attention import IMPLEMENTATION, require_split_attention
+from openrlhf_ebft.models.tree_forward import Masks, attention_spec, forward_tree, mask_arguments
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,7 +35,12 @@ class PolicyModel(nn.Module):
         self.mode = mode
         self.temperature = temperature
         self.chunk_tokens = chunk_tokens
-        self.spec = attention_spec(model.config, model.config._attn_implementation)
+        self.spec = None
+        if mode == "split":
+            require_split_attention(model)
+            model.set_attn_implementation(IMPLEMENTATION)
+        else:
+            self.spec = attention_spec(model.config, model.config._attn_implementation)
         self.head = LogitsHead(model)
 
     def num_chunks(self, batch: TreeBatch) -> int:
@@ -57,9 +63,9 @@ class PolicyModel(nn.Module):
         )
         return TreeLogprobs(logprobs[:num_branch], entropy[:num_branch], logprobs[num_branch:])
 
-    def _backbone(self, input_ids: Tensor, mask: Tensor | dict[str, Tensor], position_ids: Tensor) -> Tensor:
+    def _backbone(self, input_ids: Tensor, masks: Masks, position_ids: Tensor) -> Tensor:
         backbone = self.model.base_model
-        output = backbone(input_ids=input_ids, attention_mask=mask, position_ids=position_ids, use_cache=False)
+        output = backbone(input_ids=input_ids, position_ids=position_ids, use_cache=False, **mask_arguments(masks))
         return output.last_hidden_state
 
 

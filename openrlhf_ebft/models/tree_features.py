@@ -14,6 +14,7 @@ from openrlhf_ebft.core.pooling import normalize_tokens, pool_rows, poolable_mas
 from openrlhf_ebft.core.rollout_tree import GroupGrid, RolloutTree
 from openrlhf_ebft.core.tree_batch import TreeBatch
 from openrlhf_ebft.models.feature_network import FeatureNetwork
+from openrlhf_ebft.models.split_attention import IMPLEMENTATION, require_split_attention
 from openrlhf_ebft.models.tree_forward import attention_spec, forward_tree
 
 ROW_METHODS = ("mean_pooling", "concat")
@@ -37,9 +38,12 @@ class TreeFeatures:
         self.device, self.dtype = backbone.device, backbone.dtype
         # In a tree, tokens of other branches would see each other through a bidirectional network.
         self.mode: AttentionMode = mode if network.is_causal else "rows"
-        self.spec = (
-            None if self.mode == "rows" else attention_spec(network.config, backbone.config._attn_implementation)
-        )
+        self.spec = None
+        if self.mode == "split":
+            require_split_attention(backbone)
+            backbone.set_attn_implementation(IMPLEMENTATION)
+        elif self.mode != "rows":
+            self.spec = attention_spec(network.config, backbone.config._attn_implementation)
 
     @torch.no_grad()
     def group_grams(self, trees: Sequence[RolloutTree]) -> list[Tensor]:
@@ -48,7 +52,7 @@ class TreeFeatures:
         Raises ValueError naming the example whose ground-truth window is empty or whose embeddings are not finite.
         """
         for tree in trees:
-            if self.spec is None and tree.reference.document_ids is not None:
+            if self.mode == "rows" and tree.reference.document_ids is not None:
                 raise ValueError(f"{tree.example_id}: features of packed documents need tree attention, not rows")
             if int(tree.reference.window_lengths.min()) < 1:
                 raise ValueError(f"{tree.example_id}: an anchor without ground-truth tokens has no features to match")
@@ -62,7 +66,7 @@ class TreeFeatures:
 
     def _tree_states(self, trees: Sequence[RolloutTree]) -> list[Tensor | None]:
         """Features of each tree's tokens (T, D), or None where rows are run instead."""
-        if self.spec is None:
+        if self.mode == "rows":
             return [None] * len(trees)
         batch = TreeBatch.collate(trees).to(self.device)
         hidden = forward_tree(self.network, batch, self.mode, self.spec, self.dtype)

@@ -3,16 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
 from openrlhf_ebft.core.attention import AttentionMode, AttentionSpec, MaskKind, attention_masks, unroll_rows
+from openrlhf_ebft.core.split_attention import TreeSplit
 from openrlhf_ebft.core.tree_batch import TreeBatch
+from openrlhf_ebft.models.split_attention import BatchLayout, TreeLayout
 
-Backbone = Callable[[Tensor, Tensor | dict[str, Tensor], Tensor], Tensor]
-"""(input_ids, attention_mask, position_ids) -> hidden states (rows, tokens, D)."""
+Masks = Tensor | dict[str, Tensor] | TreeLayout
+"""What keeps tokens apart: a mask, masks by attention type, or the layout of split attention."""
+
+Backbone = Callable[[Tensor, Masks, Tensor], Tensor]
+"""(input_ids, masks, position_ids) -> hidden states (rows, tokens, D)."""
+
+
+def mask_arguments(masks: Masks | None) -> dict[str, Any]:
+    """Keyword arguments of a transformers model's forward pass that carry `masks`."""
+    if isinstance(masks, TreeLayout):
+        return {"tree_layout": masks}
+    return {} if masks is None else {"attention_mask": masks}
 
 
 def attention_spec(config: PretrainedConfig, implementation: str) -> AttentionSpec:
@@ -42,17 +55,21 @@ def attention_spec(config: PretrainedConfig, implementation: str) -> AttentionSp
 
 
 def forward_tree(
-    backbone: Backbone, batch: TreeBatch, mode: AttentionMode, spec: AttentionSpec, dtype: torch.dtype
+    backbone: Backbone, batch: TreeBatch, mode: AttentionMode, spec: AttentionSpec | None, dtype: torch.dtype
 ) -> Tensor:
     """Hidden states of every tree token, (b, T, D); padding tokens hold arbitrary values.
 
     Args:
         backbone: the model's blocks, without its head.
         batch: trees on any device; moved nowhere.
-        mode: `sdpa` and `eager` run the tree in one sequence, `rows` one causal row for each branch.
-        spec: what the model's attention expects; unused in `rows`, which passes 2-axis padding masks.
+        mode: `sdpa`, `eager` and `split` run the tree in one sequence, `rows` one causal row for each branch.
+        spec: what masks the model's attention expects; None in `split`, which has none.
         dtype: dtype of additive masks.
     """
+    if mode == "split":
+        return backbone(batch.input_ids, BatchLayout(TreeSplit.from_batch(batch)), batch.position_ids)
+    if spec is None:
+        raise ValueError(f"attention mode {mode} needs an attention spec")
     if mode != "rows":
         masks = attention_masks(batch.allowed(), batch.position_ids, spec, dtype)
         return backbone(batch.input_ids, masks, batch.position_ids)

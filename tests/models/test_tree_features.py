@@ -61,7 +61,7 @@ def plain_gram(model, taps, tree, anchor, method):
 
 
 @pytest.mark.parametrize("family", [tiny_llama, tiny_gpt2])
-@pytest.mark.parametrize("mode", ["sdpa", "rows"])
+@pytest.mark.parametrize("mode", ["sdpa", "rows", "split"])
 @pytest.mark.parametrize("method", METHODS)
 def test_grams_equal_every_completion_alone(tmp_path, family, mode, method):
     family(tmp_path)

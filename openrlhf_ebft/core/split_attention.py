@@ -1,0 +1,215 @@
+"""Attention of rollout trees without a (T x T) mask: reference keys are shared, own keys belong to one branch.
+
+A branch token attends to the reference before its anchor and to its own branch; both parts go through one softmax
+(the same numbers as running every branch alone).
+
+Shape letters: b trees, S reference tokens, R branches, L query tokens of a branch, K key tokens of a branch,
+M = R * L queries, H heads, V key/value heads, d head size, T tokens of a padded tree.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from openrlhf_ebft.core.rollout_tree import RolloutTree
+from openrlhf_ebft.core.tree_batch import TreeBatch
+
+
+@dataclass(frozen=True, eq=False)
+class BranchPlaces:
+    """Which reference tokens a branch token may see, and where it stands: b references with R branches each."""
+
+    anchors: Tensor  # (b, R) int64; 1 where a tree has fewer branches than R
+    reference_lengths: Tensor  # (b,) int64, the rest of S is padding on the right
+    documents: Tensor | None  # (b, S) int64, or None when no reference holds several documents
+    positions: Tensor  # (b, S + 1) int64 position ids; entry S_i continues the numbering of the last token
+
+    def query_positions(self, steps: Tensor) -> Tensor:
+        """Position ids (b, R, L) of the branch tokens with the places `steps` (L,) in their branches."""
+        return self.positions.gather(1, self.anchors)[..., None] + steps
+
+    def allowed(self, steps: Tensor, num_keys: int, window: int | None) -> tuple[Tensor, Tensor | None]:
+        """What the branch tokens `steps` (L,) may attend to.
+
+        Args:
+            steps: places in the branch, on the device of the other tensors.
+            num_keys: K, tokens of a branch that have keys.
+            window: sliding window in tokens, cut by position; None: full attention.
+
+        Returns:
+            (b, R, L or 1, S) bool for reference keys; (b or 1, R or 1, L, K) bool for the branch's own keys.
+        """
+        keys = torch.arange(num_keys, device=steps.device)
+        index = torch.arange(self.positions.shape[1] - 1, device=steps.device)
+        reference = (index < self.anchors[..., None])[:, :, None]  # (b, R, 1, S)
+        own = (keys <= steps[:, None])[None, None]  # (1, 1, L, K)
+        if self.documents is not None:
+            query, key = self._document(steps), self._document(keys)
+            reference = reference & (query[..., None] == self.documents[:, None, None])
+            own = own & (query[..., None] == key[:, :, None])
+        if window is not None:
+            positions = self.query_positions(steps)[..., None]
+            reference = reference & (positions - self.positions[:, None, None, :-1] < window)
+            own = own & (steps[:, None] - keys < window)
+        return reference, own
+
+    def _document(self, steps: Tensor) -> Tensor:
+        """(b, R, L) document that each branch token stands for: that of reference token a + g."""
+        assert self.documents is not None
+        stands_for = self.anchors[..., None] + steps
+        stands_for = torch.minimum(stands_for, self.reference_lengths[:, None, None] - 1)
+        return self.documents.gather(1, stands_for.flatten(1)).view_as(stands_for)
+
+    def reference_allowed(self, window: int | None) -> Tensor | None:
+        """(b, 1, S, S) bool among reference tokens; None where causality alone is right."""
+        if self.documents is None and window is None:
+            return None
+        positions = self.positions[:, :-1]
+        size = positions.shape[1]
+        mask = torch.ones(size, size, dtype=torch.bool, device=positions.device).tril()[None]
+        if self.documents is not None:
+            mask = mask & (self.documents[:, :, None] == self.documents[:, None, :])
+        if window is not None:
+            mask = mask & (positions[:, :, None] - positions[:, None, :] < window)
+        # Padding must see something, or its softmax would be empty.
+        return (mask | torch.eye(size, dtype=torch.bool, device=positions.device))[:, None]
+
+
+def as_bias(reference: Tensor, own: Tensor, dtype: torch.dtype) -> Tensor:
+    """Masks of `BranchPlaces.allowed` to one additive bias (b, 1, M, S + K): 0 where allowed, -inf elsewhere."""
+    trees, branches = reference.shape[:2]
+    steps = own.shape[-2]
+    whole = torch.cat([reference.expand(-1, -1, steps, -1), own.expand(trees, branches, -1, -1)], dim=-1)
+    bias = torch.zeros(whole.shape, dtype=dtype, device=whole.device).masked_fill_(~whole, -torch.inf)
+    return bias.view(trees, 1, branches * steps, -1)
+
+
+@dataclass(frozen=True)
+class ScoreRule:
+    """How a layer turns products of queries and keys into scores."""
+
+    scaling: float
+    window: int | None  # sliding window in tokens; None: full attention
+    softcap: float | None  # cap by tanh (Gemma 2), or None
+
+
+def attend_branches(
+    query: Tensor, reference: tuple[Tensor, Tensor], own: tuple[Tensor, Tensor], bias: Tensor, rule: ScoreRule
+) -> Tensor:
+    """Attention of branch tokens over reference keys and own keys, one softmax.
+
+    Args:
+        query: (b, H, M, d), branch by branch.
+        reference: keys and values (b, V, S, d), computed once for all branches.
+        own: keys and values (b, V, R * K, d), branch by branch.
+        bias: (b, 1, M, S + K) from `as_bias`, which has cut the rule's window already.
+        rule: scaling and cap of the scores.
+
+    Returns:
+        (b, H, M, d) in the dtype of `query`.
+    """
+    trees, heads, queries, size = query.shape
+    kv_heads, num_reference = reference[0].shape[1:3]
+    num_keys = bias.shape[-1] - num_reference
+    branches = own[0].shape[2] // num_keys
+    shared = kv_heads, heads // kv_heads  # heads that share keys lie side by side
+    grouped = query.reshape(trees, kv_heads, shared[1] * queries, size)
+    on_reference = (grouped @ reference[0].mT).view(trees, heads, queries, num_reference)
+    own_query = _by_branch(query, shared, branches)
+    own_keys, own_values = (part.reshape(-1, num_keys, size) for part in own)
+    on_own = _by_head(own_query @ own_keys.mT, shared, trees, branches)
+    scores = torch.cat([on_reference, on_own], dim=-1).mul_(rule.scaling)
+    if rule.softcap is not None:
+        scores = torch.tanh(scores / rule.softcap) * rule.softcap
+    weights = torch.softmax(scores.add_(bias), dim=-1)
+    by_reference, by_own = weights.split([num_reference, num_keys], dim=-1)
+    result = (by_reference.reshape(trees, kv_heads, -1, num_reference) @ reference[1]).view_as(query)
+    return result + _by_head(_by_branch(by_own, shared, branches) @ own_values, shared, trees, branches)
+
+
+def _by_branch(rows: Tensor, shared: tuple[int, int], branches: int) -> Tensor:
+    """(b, H, M, x) -> (b * V * R, H / V * L, x): one small matrix for each branch and key/value head."""
+    trees, _, _, width = rows.shape
+    split = rows.reshape(trees * shared[0], shared[1], branches, -1, width)
+    return split.transpose(1, 2).reshape(trees * shared[0] * branches, -1, width)
+
+
+def _by_head(rows: Tensor, shared: tuple[int, int], trees: int, branches: int) -> Tensor:
+    """The inverse of `_by_branch`."""
+    width = rows.shape[-1]
+    split = rows.view(trees * shared[0], branches, shared[1], -1, width)
+    return split.transpose(1, 2).reshape(trees, shared[0] * shared[1], -1, width)
+
+
+@dataclass(frozen=True, eq=False)
+class TreeSplit:
+    """A tree batch seen as references and branches: index tensors into its (b, T) grid, and masks."""
+
+    places: BranchPlaces
+    reference: Tensor  # (b, S) int64 columns of reference tokens, 0 at padding
+    branch: Tensor  # (b, R * L) int64 columns of branch tokens, branch by branch, 0 at padding
+    inverse: Tensor  # (b, T) int64: where each column lies in [references, branches]; 0 at padding
+    num_steps: int  # L
+    is_plain: bool  # the grid is [references, branches] already: slices instead of gathers
+
+    @classmethod
+    def from_batch(cls, batch: TreeBatch) -> TreeSplit:
+        """Index tensors of a batch, on its device."""
+        width, device = batch.input_ids.shape[1], batch.input_ids.device
+        trees = batch.trees
+        size = max(tree.num_reference_tokens for tree in trees)
+        branches = max(tree.num_branches for tree in trees)
+        steps = max([int(tree.branch_lengths.max()) for tree in trees if tree.num_branches] or [0])
+        reference = torch.zeros(len(trees), size, dtype=torch.int64, device=device)
+        branch = torch.zeros(len(trees), branches, steps, dtype=torch.int64, device=device)
+        inverse = torch.zeros(len(trees), width, dtype=torch.int64, device=device)
+        for row, tree in enumerate(trees):
+            offset = int(batch.starts[row]) - row * width
+            own = torch.arange(len(tree), device=device) + offset
+            count = tree.num_reference_tokens
+            reference[row, :count] = own[:count]
+            branch[row, tree.branch_of_token, tree.step_of_token] = own[count:]
+            inverse[row, own[:count]] = own[:count] - offset
+            inverse[row, own[count:]] = size + tree.branch_of_token * steps + tree.step_of_token
+        flat = branch.flatten(1)
+        order = torch.arange(width, device=device)
+        is_plain = width == size + flat.shape[1] and bool((torch.cat([reference, flat], 1) == order).all())
+        return cls(branch_places(trees, branches), reference, flat, inverse, steps, is_plain)
+
+    def divide(self, states: Tensor) -> tuple[Tensor, Tensor]:
+        """(b, heads, T, d) -> reference tokens (b, heads, S, d) and branch tokens (b, heads, M, d)."""
+        if self.is_plain:
+            count = self.reference.shape[1]
+            return states[:, :, :count], states[:, :, count:]
+        return _take(states, self.reference), _take(states, self.branch)
+
+    def join(self, reference: Tensor, branch: Tensor) -> Tensor:
+        """The inverse of `divide`."""
+        whole = torch.cat([reference, branch], dim=2)
+        return whole if self.is_plain else _take(whole, self.inverse)
+
+
+def _take(states: Tensor, columns: Tensor) -> Tensor:
+    """(b, heads, T, d) at columns (b, N) -> (b, heads, N, d)."""
+    return states.gather(2, columns[:, None, :, None].expand(-1, states.shape[1], -1, states.shape[3]))
+
+
+def branch_places(trees: tuple[RolloutTree, ...], branches: int) -> BranchPlaces:
+    """Anchors, documents and positions of the trees, padded to the largest; `branches` is R."""
+    device = trees[0].device
+    size = max(tree.num_reference_tokens for tree in trees)
+    anchors = torch.ones(len(trees), branches, dtype=torch.int64, device=device)
+    documents = torch.zeros(len(trees), size, dtype=torch.int64, device=device)
+    positions = torch.zeros(len(trees), size + 1, dtype=torch.int64, device=device)
+    lengths = torch.tensor([tree.num_reference_tokens for tree in trees], device=device)
+    for row, tree in enumerate(trees):
+        count = tree.num_reference_tokens
+        anchors[row, : tree.num_branches] = tree.reference.anchors.repeat_interleave(tree.num_samples)
+        documents[row, :count] = tree.document_of_token[:count]
+        positions[row, :count] = tree.position_ids[:count]
+        positions[row, count] = positions[row, count - 1] + 1
+    masked = any(tree.reference.document_ids is not None for tree in trees)
+    return BranchPlaces(anchors, lengths, documents if masked else None, positions)
