@@ -9,11 +9,13 @@ M = R * L queries, H heads, V key/value heads, d head size, T tokens of a padded
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from openrlhf_ebft.core.experience import Reference
 from openrlhf_ebft.core.rollout_tree import RolloutTree
 from openrlhf_ebft.core.tree_batch import TreeBatch
 
@@ -26,6 +28,26 @@ class BranchPlaces:
     reference_lengths: Tensor  # (b,) int64, the rest of S is padding on the right
     documents: Tensor | None  # (b, S) int64, or None when no reference holds several documents
     positions: Tensor  # (b, S + 1) int64 position ids; entry S_i continues the numbering of the last token
+
+    @classmethod
+    def collate(cls, references: Sequence[Reference], num_samples: Sequence[int]) -> BranchPlaces:
+        """Places of `num_samples` branches at every anchor of each reference, anchor by anchor, padded."""
+        device = references[0].token_ids.device
+        trees = [RolloutTree.without_branches(reference) for reference in references]
+        size = max(len(tree) for tree in trees)
+        counts = [tree.num_anchors * samples for tree, samples in zip(trees, num_samples, strict=True)]
+        anchors = torch.ones(len(trees), max(counts), dtype=torch.int64, device=device)
+        documents = torch.zeros(len(trees), size, dtype=torch.int64, device=device)
+        positions = torch.zeros(len(trees), size + 1, dtype=torch.int64, device=device)
+        for row, tree in enumerate(trees):
+            length = len(tree)
+            anchors[row, : counts[row]] = tree.reference.anchors.repeat_interleave(num_samples[row])
+            documents[row, :length] = tree.document_of_token
+            positions[row, :length] = tree.position_ids
+            positions[row, length] = positions[row, length - 1] + 1
+        masked = any(reference.document_ids is not None for reference in references)
+        lengths = torch.tensor([len(tree) for tree in trees], device=device)
+        return cls(anchors, lengths, documents if masked else None, positions)
 
     def query_positions(self, steps: Tensor) -> Tensor:
         """Position ids (b, R, L) of the branch tokens with the places `steps` (L,) in their branches."""
@@ -104,7 +126,7 @@ def attend_branches(
     Args:
         query: (b, H, M, d), branch by branch.
         reference: keys and values (b, V, S, d), computed once for all branches.
-        own: keys and values (b, V, R * K, d), branch by branch.
+        own: keys and values (b * V * R, K, d), one small matrix for each branch and key/value head.
         bias: (b, 1, M, S + K) from `as_bias`, which has cut the rule's window already.
         rule: scaling and cap of the scores.
 
@@ -114,20 +136,19 @@ def attend_branches(
     trees, heads, queries, size = query.shape
     kv_heads, num_reference = reference[0].shape[1:3]
     num_keys = bias.shape[-1] - num_reference
-    branches = own[0].shape[2] // num_keys
+    branches = own[0].shape[0] // (trees * kv_heads)
     shared = kv_heads, heads // kv_heads  # heads that share keys lie side by side
     grouped = query.reshape(trees, kv_heads, shared[1] * queries, size)
     on_reference = (grouped @ reference[0].mT).view(trees, heads, queries, num_reference)
     own_query = _by_branch(query, shared, branches)
-    own_keys, own_values = (part.reshape(-1, num_keys, size) for part in own)
-    on_own = _by_head(own_query @ own_keys.mT, shared, trees, branches)
+    on_own = _by_head(own_query @ own[0].mT, shared, trees, branches)
     scores = torch.cat([on_reference, on_own], dim=-1).mul_(rule.scaling)
     if rule.softcap is not None:
         scores = torch.tanh(scores / rule.softcap) * rule.softcap
     weights = torch.softmax(scores.add_(bias), dim=-1)
     by_reference, by_own = weights.split([num_reference, num_keys], dim=-1)
     result = (by_reference.reshape(trees, kv_heads, -1, num_reference) @ reference[1]).view_as(query)
-    return result + _by_head(_by_branch(by_own, shared, branches) @ own_values, shared, trees, branches)
+    return result + _by_head(_by_branch(by_own, shared, branches) @ own[1], shared, trees, branches)
 
 
 def _by_branch(rows: Tensor, shared: tuple[int, int], branches: int) -> Tensor:
@@ -176,8 +197,9 @@ class TreeSplit:
             inverse[row, own[count:]] = size + tree.branch_of_token * steps + tree.step_of_token
         flat = branch.flatten(1)
         order = torch.arange(width, device=device)
+        places = BranchPlaces.collate([tree.reference for tree in trees], [tree.num_samples for tree in trees])
         is_plain = width == size + flat.shape[1] and bool((torch.cat([reference, flat], 1) == order).all())
-        return cls(branch_places(trees, branches), reference, flat, inverse, steps, is_plain)
+        return cls(places, reference, flat, inverse, steps, is_plain)
 
     def divide(self, states: Tensor) -> tuple[Tensor, Tensor]:
         """(b, heads, T, d) -> reference tokens (b, heads, S, d) and branch tokens (b, heads, M, d)."""
@@ -195,21 +217,3 @@ class TreeSplit:
 def _take(states: Tensor, columns: Tensor) -> Tensor:
     """(b, heads, T, d) at columns (b, N) -> (b, heads, N, d)."""
     return states.gather(2, columns[:, None, :, None].expand(-1, states.shape[1], -1, states.shape[3]))
-
-
-def branch_places(trees: tuple[RolloutTree, ...], branches: int) -> BranchPlaces:
-    """Anchors, documents and positions of the trees, padded to the largest; `branches` is R."""
-    device = trees[0].device
-    size = max(tree.num_reference_tokens for tree in trees)
-    anchors = torch.ones(len(trees), branches, dtype=torch.int64, device=device)
-    documents = torch.zeros(len(trees), size, dtype=torch.int64, device=device)
-    positions = torch.zeros(len(trees), size + 1, dtype=torch.int64, device=device)
-    lengths = torch.tensor([tree.num_reference_tokens for tree in trees], device=device)
-    for row, tree in enumerate(trees):
-        count = tree.num_reference_tokens
-        anchors[row, : tree.num_branches] = tree.reference.anchors.repeat_interleave(tree.num_samples)
-        documents[row, :count] = tree.document_of_token[:count]
-        positions[row, :count] = tree.position_ids[:count]
-        positions[row, count] = positions[row, count - 1] + 1
-    masked = any(tree.reference.document_ids is not None for tree in trees)
-    return BranchPlaces(anchors, lengths, documents if masked else None, positions)

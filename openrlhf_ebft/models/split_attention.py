@@ -131,7 +131,9 @@ class BatchLayout:
         if own_query.shape[2] == 0:
             return self._split.join(on_reference, own_query)
         bias = self._bias(rule.window, query.dtype)
-        branches = attend_branches(own_query, (key, value), (own_key, own_value), bias, rule)
+        steps, size = self._split.num_steps, query.shape[-1]
+        own = own_key.reshape(-1, steps, size), own_value.reshape(-1, steps, size)
+        branches = attend_branches(own_query, (key, value), own, bias, rule)
         return self._split.join(on_reference, branches)
 
     def _bias(self, window: int | None, dtype: torch.dtype) -> Tensor:

@@ -71,7 +71,7 @@ def _context_starts(reference: Reference) -> list[int]:
         raise ValueError(
             f"example {reference.example_id!r}, anchor {index} at token {int(reference.anchors[index])}: completions "
             f"of up to {int(reference.max_new_tokens[index])} tokens reach into another document, where their context "
-            "changes; only the block-parallel sampler (rollout.engine=transformers) can do that"
+            "changes; place anchors so that completions stay inside their document"
         )
     return torch.searchsorted(documents, documents[reference.anchors - 1]).tolist()
 

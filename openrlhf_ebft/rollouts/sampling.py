@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from openrlhf_ebft.core.experience import SamplingSettings
+
+_BLOCK = 256  # tokens whose probabilities are summed before the sums are searched
 
 
 def sampler_logprobs(logits: Tensor, sampling: SamplingSettings) -> Tensor:
@@ -56,18 +58,38 @@ def draw_uniforms(seeds: Sequence[int], length: int) -> Tensor:
     return torch.stack(streams).double()
 
 
-def pick_tokens(logprobs: Tensor, uniforms: Tensor, sampling: SamplingSettings) -> Tensor:
+def pick_tokens(logprobs: Tensor, uniforms: Tensor, sampling: SamplingSettings, rows: Tensor | None = None) -> Tensor:
     """Inverts the cumulative distribution at `uniforms`; takes the most likely token at temperature 0.
 
     Args:
-        logprobs: (rows, vocabulary) from `sampler_logprobs`.
-        uniforms: (rows,) float64 in [0, 1).
+        logprobs: (D, vocabulary) from `sampler_logprobs`.
+        uniforms: (N,) float64 in [0, 1).
+        rows: (N,) int64, which distribution each number draws from; default: one number a distribution.
 
     Returns:
-        (rows,) int64; never a token of probability 0, since the distribution's cumulative sum does not rise there.
+        (N,) int64; never a token of probability 0, since the distribution's cumulative sum does not rise there.
     """
+    rows = torch.arange(len(logprobs), device=logprobs.device) if rows is None else rows
     if sampling.temperature == 0:
-        return logprobs.argmax(-1)
-    cumulative = logprobs.double().exp().cumsum(-1)
-    target = uniforms.to(logprobs.device)[:, None] * cumulative[:, -1:]
-    return torch.searchsorted(cumulative, target, right=True)[:, 0]
+        return logprobs.argmax(-1)[rows]
+    # Sums of blocks find the block, one block's cumulative sum the token: a float64 copy of everything is slow.
+    padding = -logprobs.shape[-1] % _BLOCK
+    blocks = nn.functional.pad(logprobs.exp(), (0, padding)).unflatten(-1, (-1, _BLOCK))  # (D, blocks, _BLOCK)
+    ends = blocks.sum(-1).double().cumsum(-1)[rows]  # (N, blocks)
+    fraction, number = _invert(ends, uniforms.to(logprobs.device))
+    _, place = _invert(blocks[rows, number].double().cumsum(-1), fraction)
+    return number * _BLOCK + place
+
+
+def _invert(cumulative: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
+    """Where `uniforms` (N,) of the total fall in cumulative sums (N, K), and how far into that entry's own share.
+
+    Returns:
+        (N,) float64 fraction in [0, 1) of the entry, (N,) int64 entry, never one without a share.
+    """
+    target = uniforms[:, None] * cumulative[:, -1:]
+    entry = torch.searchsorted(cumulative, target, right=True)
+    end = cumulative.gather(1, entry)
+    start = torch.where(entry > 0, cumulative.gather(1, (entry - 1).clamp(min=0)), 0.0)
+    fraction = ((target - start) / (end - start)).clamp(0, 1 - 2**-50)
+    return fraction[:, 0], entry[:, 0]

@@ -6,10 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from openrlhf_ebft.config.sections import RolloutConfig
-from openrlhf_ebft.core.experience import Completion, Rollout, RolloutRequest, SamplingSettings
+from openrlhf_ebft.core.experience import Rollout, RolloutRequest, SamplingSettings
 from openrlhf_ebft.distributed.device import local_device, set_compute_threads
 from openrlhf_ebft.distributed.weight_sync import (
     ExpectedWeights,
@@ -20,18 +19,18 @@ from openrlhf_ebft.distributed.weight_sync import (
     fill_tied,
 )
 from openrlhf_ebft.models.loading import DTYPES, load_causal_lm
-from openrlhf_ebft.rollouts.anchor_prompts import AnchorPrompt, anchor_prompts, check_token_ids, group_rollouts
+from openrlhf_ebft.models.split_attention import takes_split_attention
+from openrlhf_ebft.rollouts.anchor_prompts import anchor_prompts, check_token_ids, group_rollouts
+from openrlhf_ebft.rollouts.block_parallel import BlockParallelSampler
 from openrlhf_ebft.rollouts.expected_weights import expected_weights
-from openrlhf_ebft.rollouts.sampling import draw_uniforms, pick_tokens, sampler_logprobs
-
-# Completions that are sampled together; bounds the key/value cache and the logits of a step.
-_MAX_ROWS = 64
+from openrlhf_ebft.rollouts.row_sampler import RowSampler
 
 
 class TransformersRolloutEngine:
     """One transformers model in this process; satisfies `RolloutEngine`.
 
-    Each prompt is prefilled once, left-padded in a batch, and its cache repeated for its samples.
+    Models with a splittable attention sample all completions of a reference at once (`BlockParallelSampler`), others
+    each completion in a row of its own (`RowSampler`).
     """
 
     def __init__(
@@ -66,6 +65,7 @@ class TransformersRolloutEngine:
         if max_model_len > positions:
             raise ValueError(f"max_model_len={max_model_len} is more than the {positions} positions of {model_path}")
         check_token_ids(sampling.stop_token_ids, self._vocab_size, "stop_token_ids")
+        self._is_split = takes_split_attention(self._model)
         self._sampling = sampling
         self._max_model_len = max_model_len
         self._expected = expected_weights(model_path, DTYPES[dtype], trust_remote_code=trust_remote_code)
@@ -86,10 +86,10 @@ class TransformersRolloutEngine:
         prompts = anchor_prompts(requests, max_model_len=self._max_model_len, vocab_size=self._vocab_size)
         sampling = sampling or self._sampling
         check_token_ids(sampling.stop_token_ids, self._vocab_size, "stop_token_ids")
-        completions: list[tuple[Completion, ...]] = [()] * len(prompts)
-        for batch in _batches(prompts):
-            for index, group in zip(batch, self._sample([prompts[i] for i in batch], sampling), strict=True):
-                completions[index] = group
+        if self._is_split:
+            completions = BlockParallelSampler(self._model).sample(requests, sampling)
+        else:
+            completions = RowSampler(self._model).sample(prompts, sampling)
         return group_rollouts(requests, completions, [0] * len(prompts), self._weight_version)
 
     @torch.no_grad()
@@ -129,93 +129,10 @@ class TransformersRolloutEngine:
             "engine/dtype": str(self._model.dtype).removeprefix("torch."),
             "engine/device": str(self._model.device),
             "engine/max_model_len": self._max_model_len,
-            "engine/max_rows": _MAX_ROWS,
+            "engine/sampler": "block_parallel" if self._is_split else "rows",
             "engine/threads": torch.get_num_threads(),
         }
 
     def shutdown(self) -> None:
         """Releases the model."""
         del self._model
-
-    @torch.no_grad()
-    def _sample(self, prompts: list[AnchorPrompt], sampling: SamplingSettings) -> list[tuple[Completion, ...]]:
-        """Samples all completions of prompts that have the same number of samples: R = prompts x samples rows."""
-        samples = prompts[0].num_samples
-        limits = torch.tensor([prompt.max_new_tokens for prompt in prompts]).repeat_interleave(samples)  # (R,)
-        steps = int(limits.max())
-        uniforms = draw_uniforms([prompt.seed + s for prompt in prompts for s in range(samples)], steps)
-        stop = torch.tensor(sampling.stop_token_ids, dtype=torch.int64)
-
-        logits, cache, mask = self._prefill(prompts, samples)
-        tokens = torch.zeros(len(limits), steps, dtype=torch.int64)
-        logprobs = torch.zeros(len(limits), steps)
-        lengths = torch.zeros_like(limits)
-        stopped = torch.zeros(len(limits), dtype=torch.bool)
-        for step in range(steps):
-            distribution = sampler_logprobs(logits, sampling)
-            picked = pick_tokens(distribution, uniforms[:, step], sampling)
-            tokens[:, step] = picked.cpu()
-            logprobs[:, step] = distribution.gather(1, picked[:, None])[:, 0].cpu()
-            running = ~stopped & (lengths < limits)
-            lengths += running
-            stopped |= running & torch.isin(tokens[:, step], stop)
-            if bool((stopped | (lengths >= limits)).all()):
-                break
-            mask = torch.cat([mask, mask.new_ones(len(limits), 1)], dim=1)
-            output = self._model(
-                input_ids=picked[:, None],
-                attention_mask=mask,
-                position_ids=mask.sum(1, keepdim=True) - 1,
-                past_key_values=cache,
-                use_cache=True,
-            )
-            logits = output.logits[:, -1]
-        flat = [
-            Completion(
-                tuple(tokens[row, :length].tolist()),
-                tuple(logprobs[row, :length].tolist()),
-                "stop" if stopped[row] else "length",
-            )
-            for row, length in enumerate(lengths.tolist())
-        ]
-        return [tuple(flat[start : start + samples]) for start in range(0, len(flat), samples)]
-
-    def _prefill(self, prompts: list[AnchorPrompt], samples: int) -> tuple[Tensor, Any, Tensor]:
-        """Runs the prompts once and repeats what came out for every sample.
-
-        Returns:
-            logits after the last prompt token (R, vocabulary), key/value cache of R rows, attention mask (R, longest)
-            int64 with zeros on the left of shorter prompts.
-        """
-        device = self._model.device
-        longest = max(len(prompt.token_ids) for prompt in prompts)
-        ids = torch.zeros(len(prompts), longest, dtype=torch.int64)
-        mask = torch.zeros_like(ids)
-        for row, prompt in enumerate(prompts):
-            ids[row, longest - len(prompt.token_ids) :] = torch.tensor(prompt.token_ids)
-            mask[row, longest - len(prompt.token_ids) :] = 1
-        mask = mask.to(device)
-        output = self._model(
-            input_ids=ids.to(device),
-            attention_mask=mask,
-            position_ids=(mask.cumsum(1) - 1).clamp(min=0),
-            use_cache=True,
-            logits_to_keep=1,
-        )
-        cache = output.past_key_values
-        cache.batch_repeat_interleave(samples)
-        return output.logits[:, -1].repeat_interleave(samples, 0), cache, mask.repeat_interleave(samples, 0)
-
-
-def _batches(prompts: Sequence[AnchorPrompt]) -> list[list[int]]:
-    """Groups indices of prompts: one number of samples each, prompts of similar length, at most `_MAX_ROWS` rows."""
-    order = sorted(range(len(prompts)), key=lambda i: (prompts[i].num_samples, len(prompts[i].token_ids), i))
-    batches: list[list[int]] = []
-    for index in order:
-        samples = prompts[index].num_samples
-        current = batches[-1] if batches else []
-        if current and prompts[current[0]].num_samples == samples and (len(current) + 1) * samples <= _MAX_ROWS:
-            current.append(index)
-        else:
-            batches.append([index])
-    return batches

@@ -12,9 +12,7 @@ TREES = {
     "one anchor": [make_tree(make_reference(6, [4]), [[3, 3]])],
     "equal branches": [make_tree(make_reference(9, [2, 5, 9], window=0), [[3, 3]] * 3)],
     "ragged": [make_tree(make_reference(9, [2, 5], window=2), [[3, 1], [2, 4]])],
-    "across documents": [
-        make_tree(make_reference(15, [2, 4, 8, 12], window=3, documents=DOCUMENTS), [[4]] * 4)
-    ],
+    "across documents": [make_tree(make_reference(15, [2, 4, 8, 12], window=3, documents=DOCUMENTS), [[4]] * 4)],
     "several trees": [
         make_tree(make_reference(15, [2, 6], window=3, documents=DOCUMENTS, seed=1), [[4, 2], [1, 5]]),
         make_tree(make_reference(4, [3], seed=2), [[2, 2, 2]]),
@@ -74,7 +72,8 @@ def test_output_equals_one_dense_softmax(name, softcap):
     (_, own_query), (ref_key, own_key), (ref_value, own_value) = (split.divide(part) for part in (query, key, value))
     bias = as_bias(*split.places.allowed(torch.arange(split.num_steps), split.num_steps, None), torch.float64)
     rule = ScoreRule(0.7, None, softcap)
-    result = attend_branches(own_query, (ref_key, ref_value), (own_key, own_value), bias, rule)
+    own = own_key.reshape(-1, split.num_steps, 8), own_value.reshape(-1, split.num_steps, 8)
+    result = attend_branches(own_query, (ref_key, ref_value), own, bias, rule)
     got = split.join(torch.zeros(trees, 4, split.reference.shape[1], 8, dtype=torch.float64), result)
     for row, tree in enumerate(batch.trees):
         own = slice(tree.num_reference_tokens, len(tree))

@@ -15,8 +15,8 @@ from openrlhf_ebft.core.seeding import completion_seed
 from openrlhf_ebft.distributed.weight_sync import WeightSyncError, build_update
 from openrlhf_ebft.rollouts.anchor_prompts import AnchorPrompt
 from openrlhf_ebft.rollouts.engine import build_engine
+from openrlhf_ebft.rollouts.row_sampler import _batches
 from openrlhf_ebft.rollouts.sampling import draw_uniforms, pick_tokens, sampler_logprobs
-from openrlhf_ebft.rollouts.transformers_engine import _batches
 from tests.rollouts.requests import GREEDY, SAMPLED, request, token_logprobs, train_steps
 from tests.tiny_gguf import write_llama_gguf
 from tests.tiny_models import tiny_gpt2, tiny_llama, tiny_qwen2

@@ -1,0 +1,239 @@
+"""Samples all completions of all anchors at once: the reference is prefilled once and shared, never copied.
+
+Shape letters: b references, S their longest prefix, A anchors, n samples, R branches of a reference, N branches of all,
+G steps, D hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from openrlhf_ebft.core.experience import Completion, Reference, RolloutRequest, SamplingSettings
+from openrlhf_ebft.core.seeding import completion_seed
+from openrlhf_ebft.core.split_attention import BranchPlaces, ScoreRule, as_bias, attend_branches
+from openrlhf_ebft.models.policy import LogitsHead
+from openrlhf_ebft.models.split_attention import LayerStates, ReferenceAttention, split_attention
+from openrlhf_ebft.rollouts.sampling import draw_uniforms, pick_tokens, sampler_logprobs
+
+# Bounds of what is sampled together; one request alone may exceed them.
+_MAX_OWN_TOKENS = 16384  # branches * steps: the branches' key/value cache
+_MAX_REFERENCE_TOKENS = 8192
+_HEAD_ROWS = 256  # rows whose logits exist at one time
+
+
+class DecodingLayout:
+    """Keys and values of references and branches, and the attention of both phases (see `TreeLayout`).
+
+    The first forward pass holds the references, each later one the next token of every branch.
+    """
+
+    def __init__(self, places: BranchPlaces, max_steps: int) -> None:
+        self._places = places
+        self._max_steps = max_steps
+        self._step: int | None = None  # None: the references are being read
+        self._attend_reference = ReferenceAttention(places)
+        self._reference: dict[int, tuple[Tensor, Tensor]] = {}  # by layer: (b, V, S, d)
+        self._own: dict[int, tuple[Tensor, Tensor]] = {}  # by layer: (b * V * R, G, d)
+        self._biases: dict[int | None, Tensor] = {}  # of this step, by window
+
+    @property
+    def reference_positions(self) -> Tensor:
+        """(b, S) position ids of the references."""
+        return self._places.positions[:, :-1]
+
+    def next_step(self) -> Tensor:
+        """Moves on by a token; returns its position ids (b, R)."""
+        self._step = 0 if self._step is None else self._step + 1
+        self._biases.clear()
+        return self._places.query_positions(self._steps())[..., 0]
+
+    def attend(self, layer: int, states: LayerStates, rule: ScoreRule) -> Tensor:
+        """See `TreeLayout`."""
+        query, key, value = states
+        if self._step is None:
+            self._reference[layer] = (key, value)
+            return self._attend_reference(states, rule)
+        if layer not in self._own:
+            rows = key.shape[0] * key.shape[1] * key.shape[2]
+            self._own[layer] = tuple(part.new_empty(rows, self._max_steps, part.shape[3]) for part in (key, value))
+        for held, new in zip(self._own[layer], (key, value), strict=True):
+            held[:, self._step] = new.flatten(0, 2)
+        own_key, own_value = (held[:, : self._step + 1] for held in self._own[layer])
+        bias = self._bias(rule.window, query.dtype)
+        return attend_branches(query, self._reference[layer], (own_key, own_value), bias, rule)
+
+    def _steps(self) -> Tensor:
+        return torch.tensor([self._step], device=self._places.anchors.device)
+
+    def _bias(self, window: int | None, dtype: torch.dtype) -> Tensor:
+        if window not in self._biases:
+            assert self._step is not None
+            masks = self._places.allowed(self._steps(), self._step + 1, window)
+            self._biases[window] = as_bias(*masks, dtype)
+        return self._biases[window]
+
+
+@dataclass(frozen=True, eq=False)
+class _Rows:
+    """The N branches of a batch, request by request, anchor by anchor, sample by sample; all on the CPU."""
+
+    tree: Tensor  # (N,) request of each branch
+    slot: Tensor  # (N,) place among the request's branches
+    group: Tensor  # (N,) anchor, counted through the batch
+    limits: Tensor  # (N,) tokens
+    seeds: list[int]
+
+    @classmethod
+    def of(cls, requests: Sequence[RolloutRequest]) -> _Rows:
+        counts = torch.tensor([len(request.reference.anchors) * request.num_samples for request in requests])
+        tree = torch.repeat_interleave(torch.arange(len(requests)), counts)
+        slot = torch.arange(len(tree)) - (counts.cumsum(0) - counts)[tree]
+        samples = torch.cat([torch.full((len(r.reference.anchors),), r.num_samples) for r in requests])
+        limits = torch.cat([request.reference.max_new_tokens.cpu() for request in requests])
+        seeds = [
+            completion_seed(request.seed, anchor, sample)
+            for request in requests
+            for anchor in range(len(request.reference.anchors))
+            for sample in range(request.num_samples)
+        ]
+        group = torch.repeat_interleave(torch.arange(len(samples)), samples)
+        return cls(tree, slot, group, limits[group], seeds)
+
+
+class BlockParallelSampler:
+    """Decodes every branch of a batch of references side by side, with one forward pass a step."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        """`model` must take split attention (`takes_split_attention`)."""
+        self._model = model
+        self._head = LogitsHead(model)
+
+    @torch.no_grad()
+    def sample(self, requests: Sequence[RolloutRequest], sampling: SamplingSettings) -> list[tuple[Completion, ...]]:
+        """Completions of every anchor of every request, in their order.
+
+        A completion depends on its context, seed and settings alone, not on what is sampled beside it.
+        """
+        groups: list[list[tuple[Completion, ...]]] = [[] for _ in requests]
+        with split_attention(self._model):
+            for numbers in _batches(requests):
+                chosen = [requests[i] for i in numbers]
+                flat = iter(self._sample_batch(chosen, sampling))
+                for number, request in zip(numbers, chosen, strict=True):
+                    count = range(request.num_samples)
+                    groups[number] = [tuple(next(flat) for _ in count) for _ in request.reference.anchors]
+        return [group for request_groups in groups for group in request_groups]
+
+    def _sample_batch(self, requests: Sequence[RolloutRequest], sampling: SamplingSettings) -> list[Completion]:
+        rows = _Rows.of(requests)
+        steps = int(rows.limits.max())
+        uniforms = draw_uniforms(rows.seeds, steps)
+        stop = torch.tensor(sampling.stop_token_ids, dtype=torch.int64)
+        references = [_prefix(request.reference) for request in requests]
+        places = BranchPlaces.collate(references, [request.num_samples for request in requests])
+        layout = DecodingLayout(_to_device(places, self._model.device), steps)
+        states, source = self._prefill(references, layout), rows.group
+        tokens = torch.zeros(len(rows.seeds), steps, dtype=torch.int64)
+        logprobs = torch.zeros(len(rows.seeds), steps)
+        lengths = torch.zeros_like(rows.limits)
+        stopped = torch.zeros(len(rows.seeds), dtype=torch.bool)
+        for step in range(steps):
+            tokens[:, step], logprobs[:, step] = self._draw(states, source, uniforms[:, step], sampling)
+            running = ~stopped & (lengths < rows.limits)
+            lengths += running
+            stopped |= running & torch.isin(tokens[:, step], stop)
+            if bool((stopped | (lengths >= rows.limits)).all()):
+                break
+            states, source = self._decode(tokens[:, step], rows, places, layout), torch.arange(len(rows.seeds))
+        return [
+            Completion(
+                tuple(tokens[row, :length].tolist()),
+                tuple(logprobs[row, :length].tolist()),
+                "stop" if stopped[row] else "length",
+            )
+            for row, length in enumerate(lengths.tolist())
+        ]
+
+    def _prefill(self, references: Sequence[Reference], layout: DecodingLayout) -> Tensor:
+        """Reads the references, right-padded; returns the states (anchors of all, D) that predict the first tokens."""
+        ids = torch.zeros(len(references), max(len(r.token_ids) for r in references), dtype=torch.int64)
+        for row, reference in enumerate(references):
+            ids[row, : len(reference.token_ids)] = reference.token_ids
+        states = self._forward(ids, layout.reference_positions, layout)
+        return torch.cat([states[row, r.anchors.to(states.device) - 1] for row, r in enumerate(references)])
+
+    def _decode(self, tokens: Tensor, rows: _Rows, places: BranchPlaces, layout: DecodingLayout) -> Tensor:
+        """Reads the branches' newest tokens (N,); returns the states (N, D) that predict the next ones."""
+        ids = torch.zeros(places.anchors.shape, dtype=torch.int64)
+        ids[rows.tree, rows.slot] = tokens
+        states = self._forward(ids, layout.next_step(), layout)
+        return states[rows.tree.to(states.device), rows.slot.to(states.device)]
+
+    def _forward(self, ids: Tensor, positions: Tensor, layout: DecodingLayout) -> Tensor:
+        output = self._model.base_model(
+            input_ids=ids.to(self._model.device), position_ids=positions, use_cache=False, tree_layout=layout
+        )
+        return output.last_hidden_state
+
+    def _draw(
+        self, states: Tensor, source: Tensor, uniforms: Tensor, sampling: SamplingSettings
+    ) -> tuple[Tensor, Tensor]:
+        """Tokens (N,) and log-probabilities (N,) on the CPU; branch i draws from states[source[i]], in rising order."""
+        tokens, logprobs = [], []
+        for start in range(0, len(states), _HEAD_ROWS):
+            distribution = sampler_logprobs(self._head(states[start : start + _HEAD_ROWS]), sampling)
+            chosen = (source >= start) & (source < start + _HEAD_ROWS)
+            drawn_from = (source[chosen] - start).to(distribution.device)
+            picked = pick_tokens(distribution, uniforms[chosen], sampling, drawn_from)
+            tokens.append(picked.cpu())
+            logprobs.append(distribution[drawn_from, picked].cpu())
+        return torch.cat(tokens), torch.cat(logprobs)
+
+
+def _prefix(reference: Reference) -> Reference:
+    """The part that completions see: tokens behind the last anchor say only which document they belong to."""
+    if reference.document_ids is not None:
+        return reference
+    size = int(reference.anchors.max())
+    windows = torch.zeros_like(reference.window_lengths)
+    return replace(
+        reference,
+        token_ids=reference.token_ids[:size],
+        loss_mask=reference.loss_mask[:size],
+        window_lengths=windows,
+    )
+
+
+def _to_device(places: BranchPlaces, device: torch.device) -> BranchPlaces:
+    documents = None if places.documents is None else places.documents.to(device)
+    return BranchPlaces(
+        places.anchors.to(device), places.reference_lengths.to(device), documents, places.positions.to(device)
+    )
+
+
+def _batches(requests: Sequence[RolloutRequest]) -> Iterator[list[int]]:
+    """Request numbers that are sampled together: similar sizes, padded size within the limits, at least one."""
+    sizes = [_size(request) for request in requests]
+    batch: list[int] = []
+    for number in sorted(range(len(requests)), key=lambda i: (sizes[i], i)):
+        together = [*batch, number]
+        reference, branches, steps = (max(sizes[i][part] for i in together) for part in range(3))
+        own = len(together) * branches * steps
+        if batch and (own > _MAX_OWN_TOKENS or len(together) * reference > _MAX_REFERENCE_TOKENS):
+            yield batch
+            together = [number]
+        batch = together
+    if batch:
+        yield batch
+
+
+def _size(request: RolloutRequest) -> tuple[int, int, int]:
+    """(tokens of the context, branches, steps)."""
+    reference = request.reference
+    branches = len(reference.anchors) * request.num_samples
+    return int(reference.anchors.max()), branches, int(reference.max_new_tokens.max())
