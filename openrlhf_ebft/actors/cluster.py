@@ -18,6 +18,7 @@ from openrlhf_ebft.actors.policy_trainer import PolicyTrainerActor, PolicyTraine
 from openrlhf_ebft.actors.reward_aggregator import RewardAggregatorActor, RewardAggregatorHandle
 from openrlhf_ebft.actors.rollout_engine import RolloutEngineActor, RolloutEngineGroup
 from openrlhf_ebft.actors.waiting import wait_for
+from openrlhf_ebft.actors.weight_sync import WeightSync, choose_transfer
 from openrlhf_ebft.config.sections import EBFTConfig
 from openrlhf_ebft.core.experience import SamplingSettings
 
@@ -49,6 +50,7 @@ class RunActors:
     features: FeatureNetworkGroup
     rewards: RewardAggregatorHandle
     trainer: PolicyTrainerGroup
+    weights: WeightSync
     handles: tuple[Any, ...]
     bundles: PlacementGroup
 
@@ -83,7 +85,8 @@ def start_actors(
         ActorError: an actor could not start; names it, with its own text.
     """
     nodes = _free_nodes()
-    roles = list_roles(config, with_gpus=any(node.gpus for node in nodes))
+    with_gpus = any(node.gpus for node in nodes)
+    roles = list_roles(config, with_gpus=with_gpus)
     group = _reserve(plan_bundles(roles, nodes), roles, config.placement.schedule_timeout_s)
     threads = config.placement.threads_per_actor or os.cpu_count() or 1
     place = _Placer(group, roles, threads)
@@ -92,11 +95,13 @@ def start_actors(
     engines = place("rollout engine", RolloutEngineActor, lambda i: (config, sampling, max_model_len))
     replicas = place("feature network", FeatureNetworkActor, lambda i: (config, special))
     (aggregator,) = place("reward aggregator", RewardAggregatorActor, lambda i: (config,))
+    rollout, trainer = RolloutEngineGroup(engines, config), PolicyTrainerGroup(ranks, config)
     actors = RunActors(
-        rollout=RolloutEngineGroup(engines, config),
+        rollout=rollout,
         features=FeatureNetworkGroup(replicas),
         rewards=RewardAggregatorHandle(aggregator, config.features.timeout_s),
-        trainer=PolicyTrainerGroup(ranks, config),
+        trainer=trainer,
+        weights=WeightSync(trainer, rollout, choose_transfer(config.rollout, with_gpus=with_gpus)),
         handles=(*ranks, *engines, *replicas, aggregator),
         bundles=group,
     )
@@ -116,6 +121,7 @@ def _wait_until_up(actors: RunActors, config: EBFTConfig, total_steps: int, say:
     layers = wait_for("start", actors.features.names, features, limit)
     say(f"feature network is up, taps after blocks {layers[0]}")
     settings = actors.rollout.effective_settings(limit)
+    actors.weights.connect()
     say("rollout engine is up: " + ", ".join(f"{key}={value}" for key, value in settings.items()))
 
 

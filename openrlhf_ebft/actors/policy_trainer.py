@@ -7,7 +7,7 @@ import os
 import socket
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import ray
 from ray.util import get_node_ip_address
@@ -17,10 +17,12 @@ from openrlhf_ebft.config.sections import EBFTConfig
 from openrlhf_ebft.core.rollout_tree import RolloutTree
 from openrlhf_ebft.core.step_batch import StepCounts, TrainItem, count_step, split_by_load
 from openrlhf_ebft.distributed.device import set_compute_threads
+from openrlhf_ebft.distributed.native_transfer import EngineCall, EngineFleet, NamedTensorSource, NativeSender
 from openrlhf_ebft.distributed.policy_trainer import Objective, PolicyTrainer, SupervisedScore
 from openrlhf_ebft.distributed.weight_sync import WeightUpdate, build_update
 from openrlhf_ebft.models.loading import DTYPES
 
+NativeBackend = Literal["nccl", "ipc"]
 _ALIKE_ON_RANKS = ("applied", "grad_norm", "learning_rate")
 
 
@@ -72,6 +74,26 @@ class PolicyTrainerActor:
         dtype = DTYPES[self._config.model.dtype]
         return build_update(self._trainer.step, weights, dtype=dtype, store=ray.put)
 
+    def connect_engines(
+        self, engines: Sequence[Any], backend: Literal["nccl", "ipc"], address: tuple[str, int]
+    ) -> None:
+        """Joins the GPU transfer group of the rollout engines."""
+        limit = self._config.rollout.timeout_s
+        calls = [_bounded_call(engine, limit) for engine in engines]
+        self._sender = NativeSender(
+            backend,
+            rank=self._rank,
+            fleet=EngineFleet(calls, self._config.rollout.tensor_parallel_size),
+            source=NamedTensorSource(
+                self._trainer.weight_specs(DTYPES[self._config.model.dtype]), self._trainer.named_weights
+            ),
+            address=address[0],
+            port=address[1],
+        )
+
+    def send_weights(self) -> None:
+        self._sender.send(self._trainer.step)
+
     def save_model(self, folder: Path) -> None:
         """Writes the model in Hugging Face format (rank 0; the others take part in gathering shards)."""
         self._trainer.save_model(folder)
@@ -83,6 +105,10 @@ class PolicyTrainerActor:
         """Returns the number of applied optimizer steps."""
         self._trainer.load_checkpoint(folder)
         return self._trainer.step
+
+
+def _bounded_call(engine: Any, timeout_s: float) -> EngineCall:
+    return lambda method, argument: ray.get(engine.transfer.remote(method, argument), timeout=timeout_s)
 
 
 class PolicyTrainerGroup:
@@ -133,6 +159,16 @@ class PolicyTrainerGroup:
         """The current weights as an update of references into the object store."""
         calls = [rank.export_update.remote() for rank in self._ranks]
         return wait_for("weight export", self._names, calls, self._timeout_s)[0]
+
+    def connect_engines(self, engines: Sequence[Any], backend: NativeBackend) -> None:
+        """Every rank joins the GPU transfer group of the engines."""
+        (address,) = wait_for("weight sync", self._names[:1], [self._ranks[0].address.remote()], self._timeout_s)
+        calls = [rank.connect_engines.remote(list(engines), backend, address) for rank in self._ranks]
+        wait_for("weight sync", self._names, calls, self._timeout_s)
+
+    def send_weights(self) -> None:
+        """Sends the current weights to the engines of `connect_engines`."""
+        wait_for("weight sync", self._names, [rank.send_weights.remote() for rank in self._ranks], self._timeout_s)
 
     def save_model(self, folder: Path) -> None:
         """Writes the model to `folder`, which must be reachable from rank 0."""

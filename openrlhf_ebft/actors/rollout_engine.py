@@ -43,24 +43,30 @@ class RolloutEngineActor:
     def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         return self._engine.score(sequences)
 
-    def update_weights(self, update: WeightUpdate) -> int:
-        """Applies an update whose chunks are object references; returns the published version."""
+    def update_weights(self, update: WeightUpdate) -> None:
+        """Applies an update whose chunks are object references."""
         self._engine.update_weights(update, fetch=ray.get)
+
+    def weight_version(self) -> int:
         return self._engine.weight_version
+
+    def transfer(self, method: str, argument: Any) -> None:
+        """One call of the GPU transfer protocol: see `EngineFleet`."""
+        getattr(self._engine, method)(argument)
 
 
 class RolloutEngineGroup:
     """Engines that hold the same weights. Requests go to the engine with the least work, decided by size alone."""
 
     def __init__(self, engines: Sequence[Any], config: EBFTConfig) -> None:
-        self._engines = list(engines)
+        self.engines = list(engines)
         self._names = [f"rollout engine {i}" for i in range(len(engines))]
         self._timeout_s = config.rollout.timeout_s
         self._max_retries = config.rollout.max_retries
 
     def generate(self, requests: Sequence[RolloutRequest]) -> list[Rollout]:
         """Rollouts in the order of the requests; waits. A failed engine call is repeated before it is an error."""
-        parts = split_by_load([_request_load(request) for request in requests], len(self._engines))
+        parts = split_by_load([_request_load(request) for request in requests], len(self.engines))
         results: dict[int, Rollout] = {}
         todo = [number for number, part in enumerate(parts) if part]
         for attempt in range(self._max_retries + 1):
@@ -80,7 +86,7 @@ class RolloutEngineGroup:
         results: dict[int, Rollout],
     ) -> tuple[list[int], ActorError | None]:
         """Runs the parts in `todo` and files what came back; returns the parts that failed and one failure."""
-        calls = {part: self._engines[part].generate.remote([requests[i] for i in parts[part]]) for part in todo}
+        calls = {part: self.engines[part].generate.remote([requests[i] for i in parts[part]]) for part in todo}
         failed: list[int] = []
         failure: ActorError | None = None
         for part, call in calls.items():
@@ -95,19 +101,25 @@ class RolloutEngineGroup:
 
     def update_weights(self, update: WeightUpdate) -> None:
         """Applies the update on every engine; waits, and checks that all publish its version."""
-        calls = [engine.update_weights.remote(update) for engine in self._engines]
+        calls = [engine.update_weights.remote(update) for engine in self.engines]
+        wait_for("weight sync", self._names, calls, self._timeout_s)
+        self.check_versions(update.version)
+
+    def check_versions(self, version: int) -> None:
+        """Raises ActorError unless every engine publishes `version`."""
+        calls = [engine.weight_version.remote() for engine in self.engines]
         versions = wait_for("weight sync", self._names, calls, self._timeout_s)
-        if set(versions) != {update.version}:
-            raise ActorError(f"weight sync: sent version {update.version}, engines report {versions}")
+        if set(versions) != {version}:
+            raise ActorError(f"weight sync: sent version {version}, engines report {versions}")
 
     def score(self, sequences: Sequence[Sequence[int]]) -> list[list[list[float]]]:
         """Log-probabilities of given tokens from every engine; waits."""
-        calls = [engine.score.remote(sequences) for engine in self._engines]
+        calls = [engine.score.remote(sequences) for engine in self.engines]
         return wait_for("score", self._names, calls, self._timeout_s)
 
     def effective_settings(self, timeout_s: float) -> dict[str, Any]:
         """Waits until every engine is up; settings of the first (all are alike)."""
-        calls = [engine.effective_settings.remote() for engine in self._engines]
+        calls = [engine.effective_settings.remote() for engine in self.engines]
         return wait_for("start", self._names, calls, timeout_s)[0]
 
 

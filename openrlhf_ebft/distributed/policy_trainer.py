@@ -22,6 +22,7 @@ from openrlhf_ebft.distributed.deepspeed_config import deepspeed_config
 from openrlhf_ebft.distributed.device import communication_backend, local_device
 from openrlhf_ebft.distributed.optimizer import build_optimizer, build_scheduler
 from openrlhf_ebft.distributed.policy_loading import load_policy
+from openrlhf_ebft.distributed.weight_sync import TensorSpec, dtype_name
 from openrlhf_ebft.models.policy import TreeLogprobs
 
 Objective = Literal["ebft", "sft"]
@@ -174,6 +175,11 @@ class PolicyTrainer:
                 continue
             with deepspeed.zero.GatheredParameters([parameter]):
                 yield name, parameter.detach().clone()
+
+    def weight_specs(self, dtype: torch.dtype) -> list[TensorSpec]:
+        """Names and full shapes of `named_weights`, as tensors of `dtype`, without gathering anything."""
+        named = self.engine.module.model.named_parameters(remove_duplicate=False)
+        return [TensorSpec(name, tuple(getattr(p, "ds_shape", p.shape)), dtype_name(dtype)) for name, p in named]
 
     def save_model(self, folder: Path) -> None:
         """Writes the model in Hugging Face format on rank 0; collective under ZeRO-3."""

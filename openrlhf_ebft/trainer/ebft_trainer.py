@@ -54,7 +54,7 @@ class EBFTTrainer:
     def resume(self, checkpoint: Checkpoint) -> None:
         """Goes on from a checkpoint: trainer ranks read theirs, the engines get the weights with the next sync."""
         self.actors.trainer.load_checkpoint(checkpoint.trainer)
-        self.state = replace(checkpoint.state, synced_version=0)
+        self.state = checkpoint.state
         self.console.say(f"resumed after step {self.state.step} from {checkpoint.path}")
 
     def train(self, heldout: Sequence[Reference], interrupts: Interrupts, checkpoints: Path) -> None:
@@ -76,8 +76,8 @@ class EBFTTrainer:
         if self.state.step < self.schedule.sft_steps:
             self._sft_step()
             return
-        if self.state.step == self.schedule.sft_steps or not self.state.synced_version:
-            self._sync()
+        if self.state.step == self.schedule.sft_steps or self.actors.weights.version == 0:
+            self.actors.weights.push()
         self._ebft_step()
         every = self.config.evaluation.every_steps
         done = self.state.step - self.schedule.sft_steps
@@ -90,14 +90,15 @@ class EBFTTrainer:
         if not due and not (interrupts.requested and settings.on_interrupt):
             return
         if self.state.step > self.schedule.sft_steps:
-            self._sync()  # a resumed run starts with fresh weights in its engines; so must the one that goes on
+            # A resumed run starts with fresh weights in its engines; so must the one that goes on.
+            self.actors.weights.push()
         save = self.actors.trainer.save_checkpoint
         checkpoint = save_checkpoint(folder, self.state, save, keep_last=settings.keep_last)
         self.console.say(f"checkpoint: {checkpoint.path}")
 
     def evaluate(self, heldout: Sequence[Reference]) -> EvaluationResult:
         """Evaluates the current policy on the held-out references and records the result."""
-        self._sync()
+        self.actors.weights.push()
         clock = PhaseClock()
         result = evaluate(self.actors, self.config, heldout)
         metrics = result.metrics()
@@ -126,7 +127,7 @@ class EBFTTrainer:
             metrics = self.actors.trainer.train_step(items, "ebft")
         with clock.phase("sync"):
             if (self.state.step + 1) % self.config.rollout.sync_every_steps == 0:
-                self._sync()
+                self.actors.weights.push()
         shape = self._rollout_metrics(references, rollouts)
         self._finish_step("ebft", {**metrics, **_reward_metrics(rewards), **shape}, clock)
 
@@ -159,15 +160,6 @@ class EBFTTrainer:
         return {f"completion/{name}": value for name, value in asdict(shape).items()} | {
             "rollout/weight_version": float(min(versions)),
         }
-
-    def _sync(self) -> None:
-        update = self.actors.trainer.export_update() if self._is_stale() else None
-        if update is not None:
-            self.actors.rollout.update_weights(update)
-            self.state = replace(self.state, synced_version=update.version)
-
-    def _is_stale(self) -> bool:
-        return self.actors.trainer.version != self.state.synced_version
 
     def _finish_step(self, phase: str, metrics: dict[str, float | None], clock: PhaseClock) -> None:
         failed = not metrics["applied"]

@@ -13,7 +13,6 @@ class TrainerState:
 
     step: int = 0  # optimizer steps tried, warm-up included
     cursor: DataCursor = field(default_factory=DataCursor)
-    synced_version: int = 0  # weights that the rollout engines hold
     nonfinite_total: int = 0
     nonfinite_in_a_row: int = 0
 

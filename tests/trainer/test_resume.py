@@ -25,7 +25,7 @@ def fail_after_the_first_file(folder):
 
 
 def state_of(step):
-    return TrainerState(step=step, cursor=DataCursor(1, 24), synced_version=step, nonfinite_total=1)
+    return TrainerState(step=step, cursor=DataCursor(1, 24), nonfinite_total=1)
 
 
 def test_a_save_that_dies_leaves_the_one_before(tmp_path):
