@@ -10,13 +10,14 @@ SOURCES := openrlhf_ebft tests scripts benchmarks
 # DeepSpeed looks for ninja on PATH when it compiles its extension.
 WITH_PATH := PATH="$(RUN):$$PATH"
 
-.PHONY: help install quickstart test lint clean
+.PHONY: help install quickstart test lint docs clean
 
 help:
 	@echo "make install     make .venv with the CPU or the GPU stack (repeatable)"
 	@echo "make quickstart  fine-tune a small real model on real data, set-up included"
 	@echo "make test        run the tests, set-up included"
 	@echo "make lint        ruff and mypy, set-up included"
+	@echo "make docs        write docs/configuration.md from the configuration classes"
 	@echo "make clean       remove caches and build leftovers; keeps .venv, models, datasets and runs"
 
 install:
@@ -38,6 +39,9 @@ lint: install
 	$(RUN)/ruff check .
 	$(RUN)/ruff format --check .
 	$(RUN)/mypy
+
+docs: install
+	$(RUN)/python scripts/config_reference.py
 
 clean:
 	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache
