@@ -206,7 +206,12 @@ def _features_are_distinct(config: EBFTConfig) -> Iterator[str]:
 
 
 def _engine_can_do_it(config: EBFTConfig) -> Iterator[str]:
-    rollout = config.rollout
+    rollout, path = config.rollout, config.model.path
+    if rollout.engine == "vllm" and path.endswith(".gguf"):
+        yield (
+            f"rollout.engine = vllm cannot serve model.path = {path}: set rollout.engine to transformers, or convert "
+            f"the file first (openrlhf-ebft prepare-model {path} --out FOLDER) and set model.path to that folder"
+        )
     if rollout.engine != "transformers":
         return
     if rollout.tensor_parallel_size > 1:

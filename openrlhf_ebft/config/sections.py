@@ -79,7 +79,11 @@ class DataConfig(Section):
 class RolloutConfig(Section):
     """The sampler: which engine, how many, and every sampling field."""
 
-    engine: Literal["vllm", "transformers"] = Field("vllm", description="what samples the completions")
+    engine: Literal["vllm", "transformers", "auto"] = Field(
+        "vllm",
+        description="what samples the completions; auto: transformers in strided mode unless tensor_parallel_size or "
+        "weight_transfer need vllm, else vllm",
+    )
     num_engines: int = Field(1, ge=1, description="number of rollout engine actors")
     tensor_parallel_size: int = Field(1, ge=1, description="GPUs of one engine")
     samples_per_prompt: int = Field(4, ge=1, description="completions sampled for each anchor (n)")
@@ -240,7 +244,10 @@ class EBFTConfig(Section):
 
     @model_validator(mode="after")
     def _resolve_by_mode(self) -> Self:
-        """Fills in the defaults that depend on data.mode, so that a printed or saved configuration shows them."""
+        """Fills in what depends on data.mode, so that a printed or saved configuration shows it."""
+        if self.rollout.engine == "auto":
+            needs_vllm = self.rollout.tensor_parallel_size > 1 or self.rollout.weight_transfer in ("nccl", "ipc")
+            self.rollout.engine = "transformers" if self.data.mode == "strided" and not needs_vllm else "vllm"
         if self.features.embed_method is None:
             self.features.embed_method = "last_token" if self.data.mode == "strided" else "completion_mean"
         return self

@@ -68,7 +68,11 @@ def build_engine(
         seed: seed of the engine's own random state; completions use the seeds of their requests.
         threads: compute threads on CPU; 0 is all cores.
         trust_remote_code: run Python code shipped with the model.
+    Raises:
+        ValueError: engine auto, which a whole run's configuration resolves, or what the engine refuses.
     """
+    if config.engine == "auto":
+        raise ValueError("rollout.engine = auto depends on data.mode: name vllm or transformers")
     settings: dict[str, Any] = {
         "dtype": dtype,
         "max_model_len": max_model_len,

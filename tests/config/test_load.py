@@ -31,6 +31,21 @@ def test_pooling_is_resolved_by_mode_and_shown(write_config, mode, method):
     assert chosen.features.embed_method == "mean_pooling"
 
 
+@pytest.mark.parametrize(
+    ("flags", "engine"),
+    [
+        (["--data.mode=strided"], "transformers"),
+        (["--data.mode=structured"], "vllm"),
+        (["--data.mode=strided", "--rollout.tensor_parallel_size=2"], "vllm"),
+        (["--data.mode=strided", "--rollout.weight_transfer=nccl"], "vllm"),
+    ],
+)
+def test_engine_auto_is_resolved(write_config, flags, engine):
+    config = load_config(write_config(), [*flags, "--rollout.engine=auto"])
+    assert config.rollout.engine == engine
+    assert f"engine: {engine}" in dump_config(config)
+
+
 def test_limit_of_a_completion_by_mode(write_config):
     flags = ["--data.generate_max_len=5", "--rollout.max_new_tokens=77"]
     assert load_config(write_config(), ["--data.mode=strided", *flags]).completion_limit == 5
@@ -115,7 +130,7 @@ def test_all_problems_come_at_once(write_config):
 @pytest.mark.parametrize(
     ("flag", "message"),
     [
-        ("--rollout.engine=vlm", "rollout.engine = 'vlm': must be one of vllm, transformers; did you mean vllm?"),
+        ("--rollout.engine=vlm", "rollout.engine = 'vlm': must be one of vllm, transformers, auto; did you mean vllm?"),
         ("--rollout.top_p=1.5", "rollout.top_p = 1.5: must be at most 1.0"),
         ("--rollout.temperature=-1", "rollout.temperature = -1: must be at least 0.0"),
         ("--rollout.temperature=.nan", "rollout.temperature = nan: must be a finite number"),

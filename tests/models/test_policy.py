@@ -98,6 +98,10 @@ def test_documents_are_masked_alike_in_tree_and_rows(family, mode):
     torch.testing.assert_close(whole.supervised, rows.supervised, atol=1e-4, rtol=0)
 
 
+def layers(model):
+    return model.base_model.layers
+
+
 @pytest.mark.parametrize("mode", ["sdpa", "split"])
 def test_tokens_that_a_branch_must_not_see_do_not_change_it(mode):
     model = build("llama", "sdpa")
@@ -114,9 +118,18 @@ def test_tokens_that_a_branch_must_not_see_do_not_change_it(mode):
         tree.branch_lengths,
         tree.sampler_logprobs,
     )
+    own = slice(10, 13)  # the first branch: its states in every layer, and its log-probabilities
+    states: list[torch.Tensor] = []
+    hooks = [layer.register_forward_hook(lambda _, __, out: states.append(out[:, own])) for layer in layers(model)]
     with torch.no_grad():
         first, second = (policy(TreeBatch.collate([t])).branch[:3] for t in (tree, other))
+    for hook in hooks:
+        hook.remove()
     assert torch.equal(first, second)
+    half = len(states) // 2
+    assert half == model.config.num_hidden_layers
+    for one, two in zip(states[:half], states[half:], strict=True):
+        assert torch.equal(one, two)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])

@@ -186,3 +186,12 @@ def test_references_are_not_copied_for_samples():
     (layout,) = layouts
     assert {tuple(key.shape) for key, _ in layout._reference.values()} == {(1, 2, 28, 8)}
     assert {tuple(key.shape) for key, _ in layout._own.values()} == {(2 * 24, 4, 8)}
+
+
+def test_case_b49_shortest_contexts_and_completions():
+    """One token of context, one of completion, or both: no cache is ever cropped or reused."""
+    model = build("llama", "sdpa")
+    for settings in (StrideSettings(1, 1, 3), StrideSettings(2, 1, 1), StrideSettings(2, 6, 1)):
+        request = strided(7, seed=9, n=2, settings=settings)
+        groups = BlockParallelSampler(model).sample([request], SAMPLED)
+        assert_equal(groups, alone(model, request, SAMPLED))
