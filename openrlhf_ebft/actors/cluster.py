@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,23 +24,46 @@ from openrlhf_ebft.config.sections import EBFTConfig
 from openrlhf_ebft.core.experience import SamplingSettings
 
 _PASSED_ON = ("HF_HUB_OFFLINE", "HF_HOME", "VLLM_LOGGING_LEVEL")
+_ANSWER_S = 5.0  # limit for a cluster's head to accept a connection, in seconds
 
 
-def connect(config: EBFTConfig) -> bool:
-    """Joins the cluster at placement.ray_address (or RAY_ADDRESS), else starts a local one; returns whether it did.
+def connect(config: EBFTConfig) -> None:
+    """Joins the cluster at placement.ray_address (or RAY_ADDRESS), else starts a local one.
 
     A local cluster has no dashboard and listens on this machine only.
+
+    Raises:
+        PlacementError: no cluster answers at the address, or it refuses this program.
     """
-    address = config.placement.ray_address or os.environ.get("RAY_ADDRESS")
+    address = config.placement.ray_address or os.environ.get("RAY_ADDRESS") or None
+    if address is not None:
+        _require_answer(address)
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    ray.init(
-        address=address,
-        include_dashboard=None if address else False,
-        log_to_driver=False,
-        logging_level=logging.WARNING,
-        ignore_reinit_error=True,
-    )
-    return address is None
+    try:
+        ray.init(
+            address=address,
+            include_dashboard=None if address else False,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+            ignore_reinit_error=True,
+        )
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        where = f"the Ray cluster {address} could not be joined" if address else "a local Ray could not be started"
+        raise PlacementError(f"{where}: {error}") from error
+
+
+def _require_answer(address: str) -> None:
+    """Raises PlacementError unless something listens at `address`: Ray itself would try for two minutes."""
+    host, colon, port = address.removeprefix("ray://").rpartition(":")
+    if not colon:
+        return  # a word such as `auto`, which Ray resolves
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_ANSWER_S).close()
+    except (OSError, ValueError) as error:
+        raise PlacementError(
+            f"no Ray cluster answers at {address} ({error}): set placement.ray_address (or RAY_ADDRESS) to the "
+            "HOST:PORT of its head node, or leave both out for a local one"
+        ) from None
 
 
 @dataclass(frozen=True, eq=False)
@@ -122,7 +146,8 @@ def _wait_until_up(actors: RunActors, config: EBFTConfig, total_steps: int, say:
     say(f"feature network is up, taps after blocks {layers[0]}")
     settings = actors.rollout.effective_settings(limit)
     actors.weights.connect()
-    say("rollout engine is up: " + ", ".join(f"{key}={value}" for key, value in settings.items()))
+    shown = ("sampling/temperature", "sampling/top_p", "sampling/top_k", "engine/weight_transfer")
+    say("rollout engine is up: " + ", ".join(f"{key} {settings[key]}" for key in shown if key in settings))
 
 
 def _free_nodes() -> list[NodeResources]:

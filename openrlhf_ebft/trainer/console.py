@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -36,12 +37,13 @@ class Console:
     @contextmanager
     def phase(self, name: str, total: int) -> Iterator[None]:
         """Shows a bar of `total` units while the `with` block runs; `advance` moves it."""
-        with tqdm(total=total, desc=name, disable=not self._progress, leave=True, dynamic_ncols=True) as bar:
-            self._bar = bar
+        columns = shutil.get_terminal_size((100, 24)).columns  # tqdm draws nothing on a terminal of unknown width
+        with tqdm(total=total, desc=name, disable=not self._progress, ncols=columns) as bar:
+            outer, self._bar = self._bar, bar
             try:
                 yield
             finally:
-                self._bar = None
+                self._bar = outer
 
     def advance(self, units: int = 1) -> None:
         """Moves the current bar."""

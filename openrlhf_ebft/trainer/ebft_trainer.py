@@ -100,7 +100,9 @@ class EBFTTrainer:
         """Evaluates the current policy on the held-out references and records the result."""
         self.actors.weights.push()
         clock = PhaseClock()
-        result = evaluate(self.actors, self.config, heldout)
+        with self.console.phase("evaluation", 1):
+            result = evaluate(self.actors, self.config, heldout)
+            self.console.advance()
         metrics = result.metrics()
         self.tracker.log(self.state.step, "evaluation", metrics | clock.metrics())
         means = ", ".join(f"{name} {metrics[name]:.4f}" for name in ("ce", "cfm_unbiased", "alignment", "reward"))
