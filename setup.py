@@ -28,6 +28,7 @@ STACK = [
     "ninja>=1.13,<2",
     "psutil>=7,<8",
     "tensorboard>=2.21,<3",
+    "matplotlib>=3.10,<4",
 ]
 
 setup(
