@@ -15,7 +15,8 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "evaluate": ("openrlhf_ebft.cli.evaluate", "measure a model on held-out rows"),
     "generate": ("openrlhf_ebft.cli.generate", "print a model's completion of a prompt"),
     "prepare-model": ("openrlhf_ebft.cli.prepare_model", "fetch or convert a model into a Hugging Face folder"),
-    "prepare-data": ("openrlhf_ebft.cli.prepare_data", "write a training file of prompts and ground truths"),
+    "prepare-data": ("openrlhf_ebft.cli.prepare_data", "write a training file of pairs or documents"),
+    "show-tree": ("openrlhf_ebft.cli.show_tree", "draw a small rollout tree of a configuration's data and model"),
     "train-reward": ("openrlhf_ebft.cli.train_reward", "train a prefix reward model for decoding"),
     "convert-reward": ("openrlhf_ebft.cli.convert_reward", "convert a reward model's checkpoint"),
 }

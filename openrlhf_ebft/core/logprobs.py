@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -10,57 +11,95 @@ from torch.utils.checkpoint import checkpoint
 
 
 def token_logprobs(
-    logits: Tensor, targets: Tensor, temperature: Tensor | float, *, entropy_grad: bool = True
+    logits: Tensor,
+    targets: Tensor,
+    temperature: Tensor | float,
+    source: Tensor | None = None,
+    *,
+    with_entropy: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """Log-probability of each target and entropy of its distribution, at the sampling temperature.
 
     Args:
-        logits: (P, V) any float dtype; not modified.
+        logits: (U, V) any float dtype; not modified.
         targets: (P,) int64.
-        temperature: scalar or (P,), > 0; both results describe softmax(logits / temperature).
-        entropy_grad: whether the entropy carries a gradient; without, a backward pass does not touch it.
+        temperature: scalar or (U,), > 0; both results describe softmax(logits / temperature).
+        source: (P,) int64 row of each target; default: one target a row.
+        with_entropy: let gradients flow through the entropies.
 
     Returns:
         (P,) float32 log-probabilities and (P,) float32 entropies, in nats.
     """
+    rows = torch.arange(len(logits), device=logits.device) if source is None else source
     scaled = logits.float() / torch.as_tensor(temperature, dtype=torch.float32, device=logits.device).reshape(-1, 1)
     normaliser = torch.logsumexp(scaled, dim=-1)
-    chosen = scaled.gather(-1, targets[:, None]).squeeze(-1) - normaliser
-    # Last, so that a recomputation for the backward pass stops before it when it carries no gradient.
-    with torch.set_grad_enabled(entropy_grad and torch.is_grad_enabled()):
+    with torch.set_grad_enabled(with_entropy and torch.is_grad_enabled()):
         entropy = normaliser - (torch.softmax(scaled, dim=-1) * scaled).sum(-1)
-    return chosen, entropy
+    return scaled[rows, targets] - normaliser[rows], entropy[rows]
+
+
+@dataclass(frozen=True, eq=False)
+class Predictions:
+    """Tokens whose log-probabilities are asked for: P targets of U distributions, each distribution computed once."""
+
+    states: Tensor  # (U,) int64 index of the hidden state behind each distribution
+    temperature: Tensor  # (U,) float32, > 0
+    source: Tensor  # (P,) int64 distribution of each target, in rising order
+    targets: Tensor  # (P,) int64 token ids
+    order: Tensor  # (P,) int64: result i belongs to target order[i] of the caller
+
+    @classmethod
+    def of(cls, states: Tensor, targets: Tensor, temperature: Tensor) -> Predictions:
+        """Finds targets that share hidden state and temperature.
+
+        Args:
+            states: (P,) int64 index of the state that predicts each target.
+            targets: (P,) int64.
+            temperature: (P,) float32.
+        """
+        levels, level = torch.unique(temperature, return_inverse=True)
+        keys, inverse = torch.unique(states * max(levels.numel(), 1) + level, return_inverse=True)
+        source, order = torch.sort(inverse, stable=True)
+        count = max(levels.numel(), 1)
+        return cls(keys // count, levels[keys % count], source, targets[order], order)
 
 
 def chunked_logprobs(
-    head: Callable[[Tensor], Tensor],
-    hidden: Tensor,
-    targets: Tensor,
-    temperature: Tensor,
-    num_chunks: int,
-    *,
-    entropy_grad: bool = True,
+    head: Callable[[Tensor], Tensor], hidden: Tensor, wanted: Predictions, num_chunks: int, *, with_entropy: bool
 ) -> tuple[Tensor, Tensor]:
-    """`token_logprobs` of head(hidden), one of `num_chunks` pieces at a time.
+    """Log-probability and entropy of every target, one of `num_chunks` pieces of the distributions at a time.
 
     Args:
-        head: maps (P, H) hidden states to (P, V) logits; called exactly `num_chunks` times, and as often again in the
-            backward pass, which recomputes a piece's logits instead of keeping them.
-        hidden: (P, H) states of the predicting tokens; P may be 0, which keeps the gradient path of the head.
-        targets: (P,) int64.
-        temperature: (P,) float32.
+        head: maps (rows, H) hidden states to (rows, V) logits; called exactly `num_chunks` times, and as often again
+            in the backward pass, which recomputes a piece's logits instead of keeping them.
+        hidden: (N, H) hidden states; P may be 0, which keeps the gradient path of the head.
+        wanted: what is asked for.
         num_chunks: at least 1. Sharded heads gather weights in every call, so all ranks must use the same number.
-        entropy_grad: as in `token_logprobs`.
+        with_entropy: let gradients flow through the entropies; without, they are numbers to look at.
+
+    Returns:
+        (P,) float32 log-probabilities and (P,) float32 entropies in nats, in the caller's order of targets.
     """
 
-    def one_chunk(rows: Tensor, row_targets: Tensor, row_temperature: Tensor) -> tuple[Tensor, Tensor]:
-        return token_logprobs(head(rows), row_targets, row_temperature, entropy_grad=entropy_grad)
+    def one_chunk(rows: Tensor, temperature: Tensor, source: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        return token_logprobs(head(rows), targets, temperature, source, with_entropy=with_entropy)
 
+    pieces = torch.arange(wanted.states.numel(), device=hidden.device).tensor_split(num_chunks)
     parts = []
-    pieces = zip(*(tensor.tensor_split(num_chunks) for tensor in (hidden, targets, temperature)), strict=True)
-    for arguments in pieces:
+    start = 0
+    for piece in pieces:
+        stop = start + piece.numel()
+        first, last = torch.searchsorted(wanted.source, torch.tensor([start, stop], device=hidden.device)).tolist()
+        arguments = (
+            hidden[wanted.states[start:stop]],
+            wanted.temperature[start:stop],
+            wanted.source[first:last] - start,
+            wanted.targets[first:last],
+        )
         if torch.is_grad_enabled():
             parts.append(checkpoint(one_chunk, *arguments, use_reentrant=False))
         else:
             parts.append(one_chunk(*arguments))
-    return torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])
+        start = stop
+    back = torch.argsort(wanted.order)
+    return torch.cat([part[0] for part in parts])[back], torch.cat([part[1] for part in parts])[back]

@@ -25,6 +25,7 @@ class TreeBatch:
     position_ids: Tensor  # (b, T) int64, 0 at padding
     valid: Tensor  # (b, T) bool, False at padding
     starts: Tensor  # (b,) int64 flat index of each tree's first token
+    padding_side: PaddingSide = "right"
 
     @classmethod
     def collate(
@@ -35,10 +36,11 @@ class TreeBatch:
             raise ValueError("a tree batch needs at least one tree")
         width = max(len(tree) for tree in trees)
         shape = (len(trees), width)
-        input_ids = torch.full(shape, pad_token_id, dtype=torch.long)
-        position_ids = torch.zeros(shape, dtype=torch.long)
-        valid = torch.zeros(shape, dtype=torch.bool)
-        starts = torch.arange(len(trees)) * width
+        device = trees[0].device
+        input_ids = torch.full(shape, pad_token_id, dtype=torch.long, device=device)
+        position_ids = torch.zeros(shape, dtype=torch.long, device=device)
+        valid = torch.zeros(shape, dtype=torch.bool, device=device)
+        starts = torch.arange(len(trees), device=device) * width
         for row, tree in enumerate(trees):
             offset = width - len(tree) if padding_side == "left" else 0
             columns = slice(offset, offset + len(tree))
@@ -46,13 +48,18 @@ class TreeBatch:
             position_ids[row, columns] = tree.position_ids
             valid[row, columns] = True
             starts[row] += offset
-        return cls(tuple(trees), input_ids, position_ids, valid, starts)
+        return cls(tuple(trees), input_ids, position_ids, valid, starts, padding_side)
 
     def to(self, device: torch.device) -> TreeBatch:
         """The same batch with all tensors on `device`."""
         trees = tuple(tree.to(device) for tree in self.trees)
         grid = (self.input_ids, self.position_ids, self.valid, self.starts)
-        return TreeBatch(trees, *(tensor.to(device) for tensor in grid))
+        return TreeBatch(trees, *(tensor.to(device) for tensor in grid), self.padding_side)
+
+    def without_last_tokens(self) -> TreeBatch:
+        """The batch without each branch's last token, which predicts nothing."""
+        trees = [tree.without_last_tokens() for tree in self.trees]
+        return TreeBatch.collate(trees, padding_side=self.padding_side)
 
     @property
     def num_tokens(self) -> int:
@@ -77,6 +84,11 @@ class TreeBatch:
     def branch_predictors(self) -> Tensor:
         """(B,) flat index of the token whose logits predict each branch token."""
         return torch.cat([tree.predictors + start for tree, start in zip(self.trees, self.starts, strict=True)])
+
+    def pruned_predictors(self, pruned: TreeBatch) -> Tensor:
+        """(B,) flat index into the grid of `pruned`, this batch `without_last_tokens`, that predicts each token."""
+        pairs = zip(self.trees, pruned.starts, strict=True)
+        return torch.cat([tree.pruned_predictors + start for tree, start in pairs])
 
     @cached_property
     def branch_of_token(self) -> Tensor:

@@ -35,6 +35,7 @@ def load_policy(config: EBFTConfig, deepspeed_settings: dict[str, Any], device: 
         mode,
         temperature=config.rollout.temperature or 1.0,
         chunk_tokens=config.policy.logprob_chunk_tokens,
+        with_entropy=config.policy.entropy_coef > 0,
     )
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from openrlhf_ebft.core.attention import AttentionMode
-from openrlhf_ebft.core.logprobs import chunked_logprobs
+from openrlhf_ebft.core.logprobs import Predictions, chunked_logprobs
 from openrlhf_ebft.core.tree_batch import TreeBatch
 from openrlhf_ebft.models.split_attention import IMPLEMENTATION, require_split_attention
 from openrlhf_ebft.models.tree_forward import Masks, attention_spec, forward_tree, mask_arguments
@@ -28,13 +28,29 @@ class TreeLogprobs:
 class PolicyModel(nn.Module):
     """A causal language model read over rollout trees; one module, so that DeepSpeed can wrap the whole pass."""
 
-    def __init__(self, model: PreTrainedModel, mode: AttentionMode, *, temperature: float, chunk_tokens: int) -> None:
-        """`temperature` is that of sampling; `chunk_tokens` bounds how many tokens' logits exist at one time."""
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        mode: AttentionMode,
+        *,
+        temperature: float,
+        chunk_tokens: int,
+        with_entropy: bool = True,
+    ) -> None:
+        """
+        Args:
+            model: the causal language model.
+            mode: how tree attention runs.
+            temperature: that of sampling.
+            chunk_tokens: bounds how many tokens' logits exist at one time.
+            with_entropy: entropies carry gradients; without, they only can be looked at, which costs less.
+        """
         super().__init__()
         self.model = model
         self.mode = mode
         self.temperature = temperature
         self.chunk_tokens = chunk_tokens
+        self.with_entropy = with_entropy
         self.spec = None
         if mode == "split":
             require_split_attention(model)
@@ -52,14 +68,16 @@ class PolicyModel(nn.Module):
 
         `num_chunks` overrides the number of pieces, for ranks that must agree on it.
         """
-        hidden = forward_tree(self._backbone, batch, self.mode, self.spec, self.model.dtype).flatten(0, 1)
-        predictors = torch.cat([batch.branch_predictors, batch.supervised_predictors])
+        pruned = batch.without_last_tokens()
+        hidden = forward_tree(self._backbone, pruned, self.mode, self.spec, self.model.dtype).flatten(0, 1)
+        predictors = torch.cat([batch.pruned_predictors(pruned), pruned.supervised_predictors])
         targets = torch.cat([batch.branch_tokens, batch.supervised_targets])
         num_branch = batch.branch_tokens.numel()
         temperature = torch.ones(targets.numel(), device=hidden.device)
         temperature[:num_branch] = self.temperature
+        wanted = Predictions.of(predictors, targets, temperature)
         logprobs, entropy = chunked_logprobs(
-            self.head, hidden[predictors], targets, temperature, num_chunks or self.num_chunks(batch)
+            self.head, hidden, wanted, num_chunks or self.num_chunks(batch), with_entropy=self.with_entropy
         )
         return TreeLogprobs(logprobs[:num_branch], entropy[:num_branch], logprobs[num_branch:])
 

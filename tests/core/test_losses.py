@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from openrlhf_ebft.core.logprobs import chunked_logprobs, token_logprobs
+from openrlhf_ebft.core.logprobs import Predictions, chunked_logprobs, token_logprobs
 from openrlhf_ebft.core.losses import (
     GlobalCount,
     aggregate,
@@ -68,12 +68,16 @@ def test_chunked_logprobs_equal_plain_ones_with_gradients(chunk):
     torch.manual_seed(0)
     head = torch.nn.Linear(8, 20)
     hidden = torch.randn(7, 8, requires_grad=True)
-    targets, temperature = torch.randint(0, 20, (7,)), torch.rand(7) + 0.5
-    weights = torch.randn(7)
+    states = torch.tensor([5, 0, 5, 3, 5, 6, 0, 1, 5])  # several targets of one state, out of order
+    targets = torch.randint(0, 20, (9,))
+    temperature = torch.tensor([0.6, 0.6, 0.6, 0.6, 1.0, 1.0, 1.0, 0.6, 0.6])
+    weights = torch.randn(9)
+    wanted = Predictions.of(states, targets, temperature)
+    assert wanted.states.numel() == 7, "state 5 and temperature 0.6 stand there three times"
     results = []
     for compute in (
-        lambda: chunked_logprobs(head, hidden, targets, temperature, chunk),
-        lambda: token_logprobs(head(hidden), targets, temperature),
+        lambda: chunked_logprobs(head, hidden, wanted, chunk, with_entropy=True),
+        lambda: token_logprobs(head(hidden[states]), targets, temperature),
     ):
         head.zero_grad()
         hidden.grad = None
@@ -84,13 +88,24 @@ def test_chunked_logprobs_equal_plain_ones_with_gradients(chunk):
         torch.testing.assert_close(ours, plain, atol=1e-6, rtol=1e-5)
 
 
+def test_entropies_may_come_without_gradients():
+    torch.manual_seed(0)
+    head, hidden = torch.nn.Linear(8, 20), torch.randn(3, 8, requires_grad=True)
+    wanted = Predictions.of(torch.arange(3), torch.tensor([1, 2, 3]), torch.ones(3))
+    results = [chunked_logprobs(head, hidden, wanted, 2, with_entropy=flag) for flag in (True, False)]
+    assert torch.equal(results[0][1], results[1][1])
+    assert results[0][1].requires_grad and not results[1][1].requires_grad
+    assert torch.equal(results[0][0], results[1][0]) and results[1][0].requires_grad
+
+
 @pytest.mark.parametrize("mode", ["sequence_mean", "token_mean", "dr_grpo"])
 def test_empty_batch_gives_zero_loss_and_zero_gradients(mode):
     """Case B06: every completion masked."""
     head = torch.nn.Linear(8, 20)
     hidden = torch.randn(4, 8, requires_grad=True)
     empty = torch.empty(0, dtype=torch.long)
-    logprobs, _ = chunked_logprobs(head, hidden[empty], empty, torch.ones(0), 2)
+    wanted = Predictions.of(empty, empty, torch.ones(0))
+    logprobs, _ = chunked_logprobs(head, hidden, wanted, 2, with_entropy=True)
     loss = aggregate(on_policy_loss(logprobs, torch.ones(0)), empty, GlobalCount(0, 0), mode, max_tokens=8)
     loss.backward()
     assert loss.item() == 0.0

@@ -118,7 +118,7 @@ def test_tokens_that_a_branch_must_not_see_do_not_change_it(mode):
         tree.branch_lengths,
         tree.sampler_logprobs,
     )
-    own = slice(10, 13)  # the first branch: its states in every layer, and its log-probabilities
+    own = slice(10, 12)  # what predicts in the first branch: states of every layer, and its log-probabilities
     states: list[torch.Tensor] = []
     hooks = [layer.register_forward_hook(lambda _, __, out: states.append(out[:, own])) for layer in layers(model)]
     with torch.no_grad():
