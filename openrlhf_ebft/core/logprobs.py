@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,11 +32,43 @@ def token_logprobs(
         (P,) float32 log-probabilities and (P,) float32 entropies, in nats.
     """
     rows = torch.arange(len(logits), device=logits.device) if source is None else source
-    scaled = logits.float() / torch.as_tensor(temperature, dtype=torch.float32, device=logits.device).reshape(-1, 1)
-    normaliser = torch.logsumexp(scaled, dim=-1)
-    with torch.set_grad_enabled(with_entropy and torch.is_grad_enabled()):
-        entropy = normaliser - (torch.softmax(scaled, dim=-1) * scaled).sum(-1)
-    return scaled[rows, targets] - normaliser[rows], entropy[rows]
+    scale = torch.as_tensor(temperature, dtype=torch.float32, device=logits.device).reshape(-1, 1)
+    chosen, entropy = _TokenLogprobs.apply(logits, scale, rows, targets)
+    return chosen, entropy[rows] if with_entropy else entropy[rows].detach()
+
+
+class _TokenLogprobs(torch.autograd.Function):
+    """Log-probabilities and entropies whose gradient is written in one pass over the vocabulary.
+
+    Autograd's own would make a zero tensor of the logits' size for the chosen entries and several more on the way.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, scale: Tensor, rows: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """logits (U, V), scale (U or 1, 1) temperatures, rows and targets (P,) -> (P,) and (U,) float32."""
+        scaled = logits / scale if logits.dtype == torch.float32 else logits.float().div_(scale)
+        logprobs = torch.log_softmax(scaled, dim=-1)
+        entropy = -torch.linalg.vecdot(torch.exp(logprobs, out=scaled), logprobs)
+        ctx.save_for_backward(logprobs, entropy, scale, rows, targets)
+        ctx.set_materialize_grads(False)
+        ctx.logits_dtype = logits.dtype
+        return logprobs[rows, targets], entropy
+
+    @staticmethod
+    def backward(ctx: Any, chosen: Tensor | None, entropy: Tensor | None) -> tuple[Tensor | None, ...]:
+        """d chosen = onehot - p and d entropy = -p (log p + entropy), both divided by the temperature."""
+        logprobs, entropies, scale, rows, targets = ctx.saved_tensors
+        gradient = logprobs.exp()
+        if entropy is None:
+            weight = torch.zeros(len(gradient), 1, device=gradient.device)
+        else:
+            weight = (logprobs + entropies[:, None]) * entropy[:, None]
+        if chosen is not None:
+            weight = weight + torch.zeros_like(entropies).index_add_(0, rows, chosen)[:, None]
+        gradient.mul_(weight.neg_())
+        if chosen is not None:
+            gradient.index_put_((rows, targets), chosen, accumulate=True)
+        return gradient.div_(scale).to(ctx.logits_dtype), None, None, None
 
 
 @dataclass(frozen=True, eq=False)

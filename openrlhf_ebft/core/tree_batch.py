@@ -53,8 +53,10 @@ class TreeBatch:
     def to(self, device: torch.device) -> TreeBatch:
         """The same batch with all tensors on `device`."""
         trees = tuple(tree.to(device) for tree in self.trees)
-        grid = (self.input_ids, self.position_ids, self.valid, self.starts)
-        return TreeBatch(trees, *(tensor.to(device) for tensor in grid), self.padding_side)
+        input_ids, position_ids, valid, starts = (
+            tensor.to(device) for tensor in (self.input_ids, self.position_ids, self.valid, self.starts)
+        )
+        return TreeBatch(trees, input_ids, position_ids, valid, starts, self.padding_side)
 
     def without_last_tokens(self) -> TreeBatch:
         """The batch without each branch's last token, which predicts nothing."""

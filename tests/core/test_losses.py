@@ -88,6 +88,25 @@ def test_chunked_logprobs_equal_plain_ones_with_gradients(chunk):
         torch.testing.assert_close(ours, plain, atol=1e-6, rtol=1e-5)
 
 
+@pytest.mark.parametrize("which", ["chosen", "entropy", "both"])
+def test_gradients_of_token_logprobs_equal_autograds(which):
+    torch.manual_seed(1)
+    logits = torch.randn(5, 30, requires_grad=True)
+    rows, targets = torch.tensor([0, 0, 3, 4, 4, 4, 1]), torch.randint(0, 30, (7,))
+    targets[4] = targets[3]  # one entry twice
+    temperature, first, second = torch.rand(5) + 0.5, torch.randn(7), torch.randn(7)
+    gradients = []
+    for plain in (False, True):
+        if plain:
+            logprobs = torch.log_softmax(logits.double() / temperature[:, None], -1)
+            chosen, entropy = logprobs[rows, targets], -(logprobs.exp() * logprobs).sum(-1)[rows]
+        else:
+            chosen, entropy = token_logprobs(logits, targets, temperature, rows)
+        loss = (chosen * first).sum() * (which != "entropy") + (entropy * second).sum() * (which != "chosen")
+        gradients.append(torch.autograd.grad(loss, logits)[0])
+    torch.testing.assert_close(gradients[0], gradients[1], atol=2e-6, rtol=1e-5)
+
+
 def test_entropies_may_come_without_gradients():
     torch.manual_seed(0)
     head, hidden = torch.nn.Linear(8, 20), torch.randn(3, 8, requires_grad=True)
