@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import re
+import time
 import traceback
 from collections.abc import Sequence
 from typing import Any
 
 import ray
 from ray import ObjectRef
+
+_IN_CONSTRUCTOR = "raised in its creation task"
+_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 
 class ActorError(RuntimeError):
@@ -29,16 +34,17 @@ def wait_for(phase: str, names: Sequence[str], calls: Sequence[ObjectRef], timeo
         phase: what the caller is doing, for the message.
         names: the actor behind each call.
         calls: results to wait for.
-        timeout_s: limit for all of them together, in seconds.
+        timeout_s: limit for all of them together, in seconds from now.
 
     Raises:
         ActorTimeout: names the actors that have not answered.
         ActorError: names the first actor that failed, with its exception's type and text.
     """
     pending = list(calls)
+    end = time.monotonic() + timeout_s
     # The first failure ends the wait: the others may be stuck waiting for the actor that failed.
     while pending:
-        done, still = ray.wait(pending, num_returns=1, timeout=timeout_s)
+        done, still = ray.wait(pending, num_returns=1, timeout=max(end - time.monotonic(), 0))
         if not done:
             late = [name for name, call in zip(names, calls, strict=True) if call in still]
             raise ActorTimeout(f"{phase}: no answer from {', '.join(late)} within {timeout_s:g} s")
@@ -54,5 +60,21 @@ def _raise_failure(phase: str, name: str, call: ObjectRef) -> None:
         cause = error.cause if isinstance(error.cause, BaseException) else None
         text = "".join(traceback.format_exception_only(cause)).strip() if cause else str(error)
         raise ActorError(f"{phase}: {name} failed: {text}", cause) from error
+    except ray.exceptions.ActorDiedError as error:
+        text = str(error)
+        if _IN_CONSTRUCTOR in text:
+            raise ActorError(f"{phase}: {name} failed: {_last_exception(text)}") from error
+        cause = text.rpartition("\n")[2].partition(" Some common causes")[0]
+        raise ActorError(f"{phase}: {name} is gone: {cause} It was killed, or memory ran out (see dmesg).") from error
     except ray.exceptions.RayError as error:
         raise ActorError(f"{phase}: {name} is gone: {error}") from error
+
+
+def _last_exception(text: str) -> str:
+    """Type and text of the exception at the end of a formatted traceback: what follows the frames."""
+    lines = _COLOURS.sub("", text).rstrip().splitlines()
+    frames = [number for number, line in enumerate(lines) if line.startswith("  File ")]
+    rest = lines[frames[-1] + 1 :] if frames else lines
+    while rest and rest[0].startswith("    "):  # the frame's source and its marker
+        rest = rest[1:]
+    return "\n".join(rest)

@@ -19,13 +19,13 @@ def causal_lm_arguments(path: str) -> tuple[str, dict[str, Any]]:
     local = Path(path)
     if path.endswith(".gguf"):
         if not local.is_file():
-            raise FileNotFoundError(f"model.path {path!r}: no such .gguf file")
+            raise FileNotFoundError(f"model {path!r}: no such .gguf file")
         return str(local.parent), {"gguf_file": local.name}
     looks_local = path.startswith((".", "/", "~")) or path.count("/") > 1
     if looks_local and not local.expanduser().is_dir():
-        raise FileNotFoundError(f"model.path {path!r}: no such folder")
+        raise FileNotFoundError(f"model {path!r}: no such folder")
     if local.is_dir() and not (local / "config.json").is_file():
-        raise FileNotFoundError(f"model.path {path!r}: the folder holds no config.json")
+        raise FileNotFoundError(f"model {path!r}: the folder holds no config.json")
     return path, {}
 
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
 import ray
-from transformers import AutoConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from openrlhf_ebft.actors.cluster import RunActors, connect, start_actors
 from openrlhf_ebft.actors.waiting import ActorError
@@ -20,16 +21,16 @@ from openrlhf_ebft.core.experience import Reference, SamplingSettings
 from openrlhf_ebft.data.batches import BatchPlan
 from openrlhf_ebft.data.load import load_data
 from openrlhf_ebft.data.tokenizers import load_run_tokenizer, stop_token_ids
-from openrlhf_ebft.models.loading import causal_lm_arguments
 from openrlhf_ebft.trainer.checkpoints import Checkpoint, latest_checkpoint
 from openrlhf_ebft.trainer.console import Console, comparison_table
 from openrlhf_ebft.trainer.ebft_trainer import EBFTTrainer, NonFiniteSteps
 from openrlhf_ebft.trainer.evaluation import EvaluationResult, compare, evaluate
 from openrlhf_ebft.trainer.interrupts import Interrupts
+from openrlhf_ebft.trainer.model_checks import check_sizes, read_models
 from openrlhf_ebft.trainer.run_directory import RunDirectory, written_aside
 from openrlhf_ebft.trainer.samples import sample_pairs
 from openrlhf_ebft.trainer.state import Schedule
-from openrlhf_ebft.trainer.tracking import Tracker
+from openrlhf_ebft.trainer.tracking import Tracker, check_trackers
 
 EXAMPLE_PROMPT = "def add(a, b):"
 
@@ -50,11 +51,15 @@ class PreparedRun:
 def run_training(config: EBFTConfig) -> int:
     """Runs `config` to its end; returns the exit code: 0, 1 after a failure, 130 after an interrupt.
 
-    Raises UserError for wrong input, before Ray starts.
+    The run directory is made when all actors are up, so that a run that cannot start leaves nothing in the way of the
+    next one.
+
+    Raises UserError for wrong input, before Ray starts, and for a cluster that cannot hold the actors.
     """
     console = Console(progress=config.logging.progress)
-    run = prepare_run(config, console)
-    return _train(run, RunDirectory.create(config), None, console)
+    folder = RunDirectory.plan(config)
+    check_trackers(config)
+    return _train(prepare_run(config, console), folder, None, console)
 
 
 def resume_training(path: Path) -> int:
@@ -70,19 +75,20 @@ def resume_training(path: Path) -> int:
 
 
 def _train(run: PreparedRun, folder: RunDirectory, checkpoint: Checkpoint | None, console: Console) -> int:
-    config = run.config
-    tracker = Tracker(folder.path, config, resume_after=checkpoint.state.step if checkpoint else None)
-
     def work(actors: RunActors, interrupts: Interrupts) -> None:
-        trainer = EBFTTrainer(config, actors, run.train, run.plan, run.schedule, tracker, console)
-        if checkpoint is not None:
-            trainer.resume(checkpoint)
-        elif run.heldout:
-            trainer.evaluate(run.heldout).save(folder.first_evaluation)
-        trainer.train(run.heldout, interrupts, folder.checkpoints)
-        if interrupts.requested:
-            raise KeyboardInterrupt
-        after = trainer.evaluate(run.heldout) if run.heldout else None
+        if checkpoint is None:
+            folder.create(run.config)
+        resume_after = checkpoint.state.step if checkpoint else None
+        with closing(Tracker(folder.path, run.config, resume_after=resume_after)) as tracker:
+            trainer = EBFTTrainer(run.config, actors, run.train, run.plan, run.schedule, tracker, console)
+            if checkpoint is not None:
+                trainer.resume(checkpoint)
+            elif run.heldout:
+                trainer.evaluate(run.heldout).save(folder.first_evaluation)
+            trainer.train(run.heldout, interrupts, folder.checkpoints)
+            if interrupts.requested:
+                raise KeyboardInterrupt
+            after = trainer.evaluate(run.heldout) if run.heldout else None
         with written_aside(folder.model) as aside:
             actors.trainer.save_model(aside)
             run.tokenizer.save_pretrained(aside)
@@ -90,28 +96,17 @@ def _train(run: PreparedRun, folder: RunDirectory, checkpoint: Checkpoint | None
             _show_results(run, EvaluationResult.load(folder.first_evaluation), after, console)
         console.say(f"model: {folder.model}\ngenerate: openrlhf-ebft generate {folder.model} {EXAMPLE_PROMPT!r}")
 
-    try:
-        return on_cluster(run, console, work)
-    finally:
-        tracker.close()
+    return on_cluster(run, console, work)
 
 
 def on_cluster(run: PreparedRun, console: Console, work: Callable[[RunActors, Interrupts], None]) -> int:
     """Calls `work` with running actors and ends them afterwards, whatever happens; 0, or 130 after an interrupt."""
     try:
-        console.say("starting Ray and the actors")
         connect(run.config)
         # Ray sets signal handlers of its own when it starts, so ours come after.
         with Interrupts(finish_step=run.config.checkpoint.on_interrupt, say=console.say) as interrupts:
             try:
-                actors = start_actors(
-                    run.config,
-                    sampling=sampling_settings(run.config, run.tokenizer),
-                    special_ids=run.tokenizer.all_special_ids,
-                    max_model_len=run.max_model_len,
-                    total_steps=run.schedule.total,
-                    say=console.say,
-                )
+                actors = _start(run, console)
                 try:
                     work(actors, interrupts)
                 finally:
@@ -127,6 +122,22 @@ def on_cluster(run: PreparedRun, console: Console, work: Callable[[RunActors, In
         print(f"error: {error}", file=sys.stderr)
         return 1
     return 0
+
+
+def _start(run: PreparedRun, console: Console) -> RunActors:
+    def say(text: str) -> None:
+        console.say(text)
+        console.advance()
+
+    with console.phase("starting actors", 3):  # one line from each kind that loads a model
+        return start_actors(
+            run.config,
+            sampling=sampling_settings(run.config, run.tokenizer),
+            special_ids=run.tokenizer.all_special_ids,
+            max_model_len=run.max_model_len,
+            total_steps=run.schedule.total,
+            say=say,
+        )
 
 
 def run_evaluation(config: EBFTConfig) -> int:
@@ -148,6 +159,7 @@ def run_evaluation(config: EBFTConfig) -> int:
 
 def prepare_run(config: EBFTConfig, console: Console) -> PreparedRun:
     """Loads tokenizer and data and checks everything that can be checked without Ray. Raises UserError."""
+    models = read_models(config)
     tokenizer = load_run_tokenizer(config)
     train, heldout, report = load_data(config, tokenizer)
     console.say(report.summary())
@@ -165,7 +177,7 @@ def prepare_run(config: EBFTConfig, console: Console) -> PreparedRun:
         heldout=heldout,
         plan=plan,
         schedule=schedule,
-        max_model_len=check_lengths(config, [*train, *heldout]),
+        max_model_len=check_sizes(config, models, [*train, *heldout]),
     )
 
 
@@ -194,32 +206,3 @@ def make_schedule(config: EBFTConfig, plan: BatchPlan) -> Schedule:
     if schedule.total == 0:
         raise UserError("policy.max_steps = 0 and policy.sft_warmup_steps = 0: the run would train nothing")
     return schedule
-
-
-def check_lengths(config: EBFTConfig, references: Sequence[Reference]) -> int:
-    """The rollout engines' limit of prompt + completion, in tokens.
-
-    Raises UserError when the model has fewer positions than the data needs.
-    """
-    longest = max(max(int((ref.anchors + ref.max_new_tokens).max()), ref.token_ids.numel()) for ref in references)
-    needed = longest + 1  # vllm scores a sequence only with room for one more token
-    name, extra = causal_lm_arguments(config.model.path)
-    model = AutoConfig.from_pretrained(name, trust_remote_code=config.model.trust_remote_code, **extra)
-    limit = getattr(model.get_text_config(), "max_position_embeddings", None)
-    if limit is not None and needed > limit:
-        data = config.data
-        keys = f"data.sequence_length = {data.sequence_length}"
-        if data.mode == "structured":
-            keys = (
-                f"data.max_prompt_tokens = {data.max_prompt_tokens}, data.max_ground_truth_tokens = "
-                f"{data.max_ground_truth_tokens} or rollout.max_new_tokens = {config.rollout.max_new_tokens}"
-            )
-        raise UserError(
-            f"the data needs sequences of {needed} tokens, but {config.model.path} has {limit} positions: lower {keys}"
-        )
-    if config.rollout.max_model_len is not None and config.rollout.max_model_len < needed:
-        raise UserError(
-            f"rollout.max_model_len = {config.rollout.max_model_len}, but the data needs {needed}: "
-            f"set it to {needed} or more, or leave it out"
-        )
-    return config.rollout.max_model_len or needed

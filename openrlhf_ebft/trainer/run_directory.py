@@ -22,27 +22,46 @@ class RunDirectory:
         self.path = path
 
     @classmethod
-    def create(cls, config: EBFTConfig) -> RunDirectory:
+    def plan(cls, config: EBFTConfig) -> RunDirectory:
+        """The run directory of `config`, which `create` makes later.
+
+        Raises UserError if it cannot be made: it exists and logging.existing_run is `error`, or logging.root is no
+        folder to write to.
+        """
+        root = Path(config.logging.root)
+        try:
+            root.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"logging.root = {root}: cannot be made: {error.strerror}") from None
+        if not os.access(root, os.W_OK):
+            raise UserError(f"logging.root = {root}: no permission to write")
+        path = root / config.name
+        if path.exists() and config.logging.existing_run == "error":
+            raise UserError(
+                f"run directory {path} exists: choose another name, or set logging.existing_run to move_aside"
+            )
+        return cls(path)
+
+    def create(self, config: EBFTConfig) -> None:
         """Makes the folder and saves the resolved configuration in it.
 
-        Raises UserError if the folder exists and logging.existing_run is `error`; with `move_aside` the old folder
-        gets the next free number behind its name.
+        With logging.existing_run `move_aside` an old folder gets the next free number behind its name. Raises
+        FileExistsError when another run has taken the name since `plan`.
         """
-        path = Path(config.logging.root) / config.name
-        if path.exists():
-            if config.logging.existing_run == "error":
-                raise UserError(
-                    f"run directory {path} exists: choose another name, or set logging.existing_run to move_aside"
-                )
-            path.rename(_free_name(path))
-        path.mkdir(parents=True)
-        (path / "config.yaml").write_text(dump_config(config), encoding="utf-8")
-        return cls(path)
+        if self.path.exists() and config.logging.existing_run == "move_aside":
+            self.path.rename(_free_name(self.path))
+        self.path.mkdir()
+        (self.path / "config.yaml").write_text(dump_config(config), encoding="utf-8")
 
     @property
     def checkpoints(self) -> Path:
         """Complete checkpoints, one folder each."""
         return self.path / "checkpoints"
+
+    @property
+    def rollout_settings(self) -> Path:
+        """Every sampling and engine value that the rollout engines report as in force."""
+        return self.path / "rollout-settings.json"
 
     @property
     def first_evaluation(self) -> Path:

@@ -4,10 +4,21 @@ from __future__ import annotations
 
 import json
 import math
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from openrlhf_ebft.config.errors import UserError
 from openrlhf_ebft.config.sections import EBFTConfig
+
+
+def check_trackers(config: EBFTConfig) -> None:
+    """Raises UserError when a package that the configuration's trackers need is not installed."""
+    project = config.logging.wandb_project
+    if project is not None and find_spec("wandb") is None:
+        raise UserError(
+            f"logging.wandb_project = {project} needs the package wandb: pip install wandb, or leave the key out"
+        )
 
 
 class Tracker:
