@@ -43,11 +43,17 @@ class BatchPlan:
         """Returns how many rows at the end of the last epoch are left out."""
         return 0 if epochs == 1 else self.num_rows * epochs % self.batch_size
 
-    def next_batch(self, cursor: DataCursor, epochs: int | None = None) -> tuple[list[int], DataCursor]:
+    def epoch_after(self, batches: int) -> int:
+        """Returns the first epoch that `batches` batches from the start leave untouched."""
+        return -(-batches * self.batch_size // self.num_rows)
+
+    def next_batch(
+        self, cursor: DataCursor, epochs: int | None = None, first_epoch: int = 0
+    ) -> tuple[list[int], DataCursor]:
         """Returns the rows of the batch at `cursor` and the cursor after it.
 
-        With `epochs`, the run's end ends the batch, too: a run of one epoch keeps a smaller last batch, and when
-        nothing is left the batch is empty. Without, epochs go on for ever.
+        With `epochs`, counted from `first_epoch`, the run's end ends the batch, too: a run of one epoch keeps a
+        smaller last batch, and when nothing is left the batch is empty. Without, epochs go on for ever.
         """
         if not 0 <= cursor.offset <= self.num_rows:
             raise ValueError(f"cursor at offset {cursor.offset} of {self.num_rows} rows: made for other data")
@@ -56,7 +62,7 @@ class BatchPlan:
         while len(batch) < self.batch_size:
             if offset == self.num_rows:
                 epoch, offset = epoch + 1, 0
-            if epochs is not None and epoch >= epochs:
+            if epochs is not None and epoch >= first_epoch + epochs:
                 break
             taken = self.epoch_order(epoch)[offset : offset + self.batch_size - len(batch)]
             batch += taken

@@ -134,7 +134,7 @@ class EBFTTrainer:
         self._finish_step("ebft", {**metrics, **_reward_metrics(rewards), **shape}, clock)
 
     def _next_references(self) -> list[Reference]:
-        numbers, cursor = self.plan.next_batch(self.state.cursor)
+        numbers, cursor = self.schedule.next_rows(self.plan, self.state)
         self.state = replace(self.state, cursor=cursor)
         return _with_unique_ids([self.references[number] for number in numbers])
 

@@ -154,9 +154,9 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def _standard_error(values: Sequence[float]) -> float:
-    """Standard error of the mean; 0 for a single value, which has no spread to estimate."""
+    """Standard error of the mean; infinite for a single value, whose spread nothing tells."""
     if len(values) < 2:
-        return 0.0
+        return math.inf
     mean = _mean(values)
     variance = math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1)
     return math.sqrt(variance / len(values))

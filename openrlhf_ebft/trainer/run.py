@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -170,6 +170,8 @@ def prepare_run(config: EBFTConfig, console: Console) -> PreparedRun:
         f"schedule: {schedule.sft_steps} supervised steps, {schedule.ebft_steps} EBFT steps of {plan.batch_size} "
         f"prompts x {config.rollout.samples_per_prompt} completions; {len(heldout)} held-out rows are evaluated"
     )
+    for note in _batch_notes(config, plan):
+        console.say(f"note: {note}")
     return PreparedRun(
         config=config,
         tokenizer=tokenizer,
@@ -179,6 +181,16 @@ def prepare_run(config: EBFTConfig, console: Console) -> PreparedRun:
         schedule=schedule,
         max_model_len=check_sizes(config, models, [*train, *heldout]),
     )
+
+
+def _batch_notes(config: EBFTConfig, plan: BatchPlan) -> Iterator[str]:
+    """What the number of rows does to the batches that the configuration asks for."""
+    policy = config.policy
+    if plan.batch_size < policy.prompts_per_step:
+        yield f"policy.prompts_per_step = {policy.prompts_per_step}, but there are only {plan.num_rows} training rows"
+    dropped = plan.dropped_rows(policy.epochs)
+    if policy.max_steps is None and dropped:
+        yield f"the last {dropped} rows of the last epoch do not fill a batch and are left out"
 
 
 def _show_results(run: PreparedRun, before: EvaluationResult, after: EvaluationResult, console: Console) -> None:
@@ -200,9 +212,11 @@ def sampling_settings(config: EBFTConfig, tokenizer: PreTrainedTokenizerBase) ->
 
 def make_schedule(config: EBFTConfig, plan: BatchPlan) -> Schedule:
     """Phase lengths. Raises UserError when the run would make no optimizer step."""
-    epochs = plan.total_steps(config.policy.epochs)
-    ebft_steps = epochs if config.policy.max_steps is None else config.policy.max_steps
-    schedule = Schedule(config.policy.sft_warmup_steps, ebft_steps)
+    policy = config.policy
+    if policy.max_steps is None:
+        schedule = Schedule(policy.sft_warmup_steps, plan.total_steps(policy.epochs), policy.epochs)
+    else:
+        schedule = Schedule(policy.sft_warmup_steps, policy.max_steps)
     if schedule.total == 0:
         raise UserError("policy.max_steps = 0 and policy.sft_warmup_steps = 0: the run would train nothing")
     return schedule

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from openrlhf_ebft.data.batches import DataCursor
+from openrlhf_ebft.data.batches import BatchPlan, DataCursor
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,20 @@ class Schedule:
 
     sft_steps: int
     ebft_steps: int
+    epochs: int | None = None  # EBFT covers this many whole epochs; None: a number of steps was set instead
 
     @property
     def total(self) -> int:
+        """Optimizer steps of the whole run, as the learning-rate schedule counts them."""
         return self.sft_steps + self.ebft_steps
+
+    def next_rows(self, plan: BatchPlan, state: TrainerState) -> tuple[list[int], DataCursor]:
+        """Rows of the step that follows `state`, and the cursor after it.
+
+        EBFT over whole epochs begins a fresh one: rows that the warm-up has used up come again, each once per epoch.
+        """
+        if self.epochs is None or state.step < self.sft_steps:
+            return plan.next_batch(state.cursor)
+        first = plan.epoch_after(self.sft_steps)
+        cursor = state.cursor if state.cursor.epoch >= first else DataCursor(first)
+        return plan.next_batch(cursor, self.epochs, first)
