@@ -2,7 +2,9 @@
 
 The straightforward way is that of the public implementations: n copies of the document, the whole sequence run again
 for every generated token, one dense mask built by loops, the vocabulary head on every position. Every measurement runs
-in a process of its own; seconds are the best of --repeats, peak memory is that of the process above the loaded model.
+in a process of its own; seconds are CPU seconds of all threads (best of --repeats), so that other work on the machine
+does not enter; peak memory is that of the process above the loaded model. A step is the sum of its parts: rewards of
+these groups take milliseconds (`whitening.py`).
 
     python benchmarks/strided.py --model models/SmolLM2-135M-Instruct --lengths 256 512 --dtypes float32 bfloat16
 """
@@ -27,7 +29,6 @@ from openrlhf_ebft.core.anchors import StrideSettings, strided_anchors
 from openrlhf_ebft.core.experience import Completion, Reference, Rollout, RolloutRequest, SamplingSettings
 from openrlhf_ebft.core.gram import group_gram
 from openrlhf_ebft.core.pooling import normalize_tokens
-from openrlhf_ebft.core.rewards import compute_rewards
 from openrlhf_ebft.core.rollout_tree import RolloutTree
 from openrlhf_ebft.core.seeding import completion_seed
 from openrlhf_ebft.core.tree_batch import TreeBatch
@@ -42,7 +43,7 @@ SETTINGS = StrideSettings(stride=8, context_length=8, generate_max_len=8)
 SAMPLES, STEPS, TEMPERATURE = 4, 8, 0.6
 FRACTIONS = (0.25, 0.5, 0.75)
 SAMPLING = SamplingSettings(temperature=TEMPERATURE, top_p=1.0, top_k=0, stop_token_ids=())
-PARTS = ("sample", "features", "logprobs", "step")
+PARTS = ("sample", "features", "logprobs")
 WAYS = ("straightforward", "ours")
 
 
@@ -166,9 +167,9 @@ class Ours:
 def timed(repeats: int, work: Callable[[], object]) -> float:
     times = []
     for _ in range(repeats):
-        start = time.perf_counter()
+        start = time.process_time()
         work()
-        times.append(time.perf_counter() - start)
+        times.append(time.process_time() - start)
     return min(times)
 
 
@@ -180,7 +181,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, float]:
     reference = document(arguments.model, size)
     model = load_causal_lm(arguments.model, dtype=dtype).eval()
     features = None
-    if way == "ours" and part in ("features", "step"):
+    if way == "ours" and part == "features":
         network = load_feature_network(arguments.model, FRACTIONS, dtype)
         config = FeatureConfig(embed_method="last_token", whitening="none")
         features = TreeFeatures(network, config, special_ids=(), mode="split")
@@ -197,18 +198,13 @@ def measure(arguments: argparse.Namespace) -> dict[str, float]:
         loss.backward()
         checks["value"] = float(loss.detach())
 
-    def step() -> None:
-        made = runner.sample()
-        rewards = compute_rewards(runner.features(made), whitening="none")
-        backward(made, (rewards.reward - rewards.reward.mean(-1, keepdim=True)).float())
-
     def sample() -> None:
         checks["value"] = float((runner.sample() * torch.arange(1, STEPS + 1)).sum())
 
     def embed() -> None:
         checks["value"] = float(runner.features(tokens).sum())
 
-    work = {"sample": sample, "features": embed, "logprobs": lambda: backward(tokens, advantages), "step": step}[part]
+    work = {"sample": sample, "features": embed, "logprobs": lambda: backward(tokens, advantages)}[part]
     before = reset_peak()
     seconds = timed(arguments.repeats, work)
     return {"seconds": seconds, "peak_mib": memory_mib("VmHWM") - before, **checks}
@@ -232,7 +228,7 @@ def main() -> None:
     parser.add_argument("--lengths", type=int, nargs="+", default=[256, 512])
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"], choices=["float32", "bfloat16"])
     parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=PARTS)
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--part", choices=PARTS, help="measure this part in this process and print JSON")
     parser.add_argument("--way", choices=WAYS)
@@ -240,25 +236,33 @@ def main() -> None:
     if arguments.part is not None:
         print(json.dumps(measure(arguments)))
         return
-    print(f"{'part':<9} {'S':>4} {'dtype':<9} {'straightforward':>22} {'ours':>22} {'ratio':>6}", flush=True)
+    print(f"{'part':<9} {'S':>4} {'dtype':<9} {'straightforward':>22} {'ours':>22} {'ratio':>6}  check", flush=True)
     for size in arguments.lengths:
         for dtype in arguments.dtypes:
+            results = {(p, w): run_child(arguments, p, w, size, dtype) for p in arguments.parts for w in WAYS}
             for part in arguments.parts:
-                results = [run_child(arguments, part, way, size, dtype) for way in WAYS]
-                cells = [f"{r['seconds']:.2f} s, {r['peak_mib']:.0f} MiB" for r in results]
-                ratio = results[0]["seconds"] / results[1]["seconds"]
-                values = ", ".join(f"{r['value']:.6g}" for r in results)
-                print(
-                    f"{part:<9} {size:>4} {dtype:<9} {cells[0]:>22} {cells[1]:>22} {ratio:>6.1f}  values {values}",
-                    flush=True,
-                )
+                print_row(part, size, dtype, [results[part, way] for way in WAYS])
+            if len(arguments.parts) == len(PARTS):
+                whole = []
+                for way in WAYS:
+                    parts = [results[part, way] for part in PARTS]
+                    peak = max(part["peak_mib"] for part in parts)
+                    whole.append({"seconds": sum(part["seconds"] for part in parts), "peak_mib": peak})
+                print_row("step", size, dtype, whole)
+
+
+def print_row(part: str, size: int, dtype: str, results: list[dict[str, float]]) -> None:
+    cells = [f"{result['seconds']:.2f} s, {result['peak_mib']:.0f} MiB" for result in results]
+    values = ", ".join(f"{result['value']:.6g}" for result in results if "value" in result)
+    ratio = results[0]["seconds"] / results[1]["seconds"]
+    print(f"{part:<9} {size:>4} {dtype:<9} {cells[0]:>22} {cells[1]:>22} {ratio:>6.1f}  {values}", flush=True)
 
 
 def run_child(arguments: argparse.Namespace, part: str, way: str, size: int, dtype: str) -> dict[str, float]:
     command = [sys.executable, __file__, "--model", arguments.model, "--part", part, "--way", way]
     command += ["--lengths", str(size), "--dtypes", dtype, "--threads", str(arguments.threads)]
     command += ["--repeats", str(arguments.repeats)]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, check=True)
     return json.loads(done.stdout.splitlines()[-1])
 
 
