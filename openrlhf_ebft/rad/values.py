@@ -7,6 +7,7 @@ attributes that a processor and a control read.
 from __future__ import annotations
 
 import copy
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -59,7 +60,7 @@ class StepContext:
         return self.attention_mask.to(self.prefix_ids.device) != 0
 
 
-class BaseCandidateValue:
+class BaseCandidateValue(ABC):
     """Base of the values that come with the package.
 
     Attributes:
@@ -70,9 +71,9 @@ class BaseCandidateValue:
     supports_batching: bool = True
     vocab_limit: int | None = None
 
+    @abstractmethod
     def score(self, ctx: StepContext) -> torch.Tensor:
         """Scores [B, K] of `ctx.candidate_ids`, each given its row's prefix."""
-        raise NotImplementedError(f"{type(self).__name__} must define score(ctx)")
 
     def __call__(self, ctx: StepContext) -> torch.Tensor:
         return self.score(ctx)
@@ -81,7 +82,7 @@ class BaseCandidateValue:
         """A copy for one generate call: shares the models, owns whatever it remembers between steps."""
         return copy.copy(self)
 
-    def cleanup(self) -> None:
+    def cleanup(self) -> None:  # noqa: B027 - an optional hook: most values hold nothing
         """Drop what the value holds (models, caches); it cannot score afterwards."""
 
 
@@ -119,7 +120,7 @@ class WeightedValue(BaseCandidateValue):
             [(value.for_call() if isinstance(value, BaseCandidateValue) else value, w) for value, w in self.weighted]
         )
 
-    def cleanup(self) -> None:
+    def cleanup(self) -> None:  # noqa: B027 - an optional hook: most values hold nothing
         for value, _ in self.weighted:
             if isinstance(value, BaseCandidateValue):
                 value.cleanup()

@@ -114,13 +114,15 @@ def test_assisted_decoding_rewinds(llama_reward, lm, tokenizer):
 
 
 def test_one_processor_for_two_prompts(llama_reward, lm, tokenizer):
+    """A processor that has seen another prompt gives what a fresh one gives."""
     rad = steered(llama_reward, lm, tokenizer)
     processors = rad.get_logits_processors(PROMPTS, {}, attention_mask=MASK)
     for ids in (PROMPTS, PROMPTS[1:], torch.tensor([[1, 20, 21], [22, 23, 24]])):
         mask = (ids != 1).long()
-        lm.generate(
-            ids, attention_mask=mask, logits_processor=processors, max_new_tokens=4, do_sample=False, pad_token_id=1
-        )
+        settings = {"attention_mask": mask, "max_new_tokens": 4, "do_sample": False, "pad_token_id": 1}
+        again = lm.generate(ids, logits_processor=processors, **settings)
+        fresh = rad.get_logits_processors(ids, {}, attention_mask=mask)
+        assert torch.equal(again, lm.generate(ids, logits_processor=fresh, **settings))
 
 
 def test_concurrent_generate_calls(llama_reward, lm, tokenizer):
