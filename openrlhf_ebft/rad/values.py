@@ -120,7 +120,7 @@ class WeightedValue(BaseCandidateValue):
             [(value.for_call() if isinstance(value, BaseCandidateValue) else value, w) for value, w in self.weighted]
         )
 
-    def cleanup(self) -> None:  # noqa: B027 - an optional hook: most values hold nothing
+    def cleanup(self) -> None:
         for value, _ in self.weighted:
             if isinstance(value, BaseCandidateValue):
                 value.cleanup()
