@@ -138,11 +138,12 @@ def attend_branches(
     num_keys = bias.shape[-1] - num_reference
     branches = own[0].shape[0] // (trees * kv_heads)
     shared = kv_heads, heads // kv_heads  # heads that share keys lie side by side
+    query = query * rule.scaling  # smaller than the scores
     grouped = query.reshape(trees, kv_heads, shared[1] * queries, size)
     on_reference = (grouped @ reference[0].mT).view(trees, heads, queries, num_reference)
     own_query = _by_branch(query, shared, branches)
     on_own = _by_head(own_query @ own[0].mT, shared, trees, branches)
-    scores = torch.cat([on_reference, on_own], dim=-1).mul_(rule.scaling)
+    scores = torch.cat([on_reference, on_own], dim=-1)
     if rule.softcap is not None:
         scores = torch.tanh(scores / rule.softcap) * rule.softcap
     weights = torch.softmax(scores.add_(bias), dim=-1)
