@@ -23,6 +23,9 @@ COMPARED = ("ce", "alignment", "diversity", "reward", "cfm_unbiased", "cfm")
 """Per-example values of an evaluation, in the order in which they are shown."""
 
 
+_ROUNDING = 1e-6  # values that are zero by construction, such as similarity after whitening, differ by rounding
+
+
 @dataclass(frozen=True)
 class ExampleResult:
     """One held-out example: means over its anchors and completions."""
@@ -88,7 +91,7 @@ class PairedChange:
     @property
     def reading(self) -> str:
         """`within noise` when the change is smaller than two standard errors."""
-        if abs(self.change) < 2 * self.standard_error or self.change == 0:
+        if abs(self.change) <= max(2 * self.standard_error, _ROUNDING):
             return "within noise"
         return "lower" if self.change < 0 else "higher"
 
