@@ -41,7 +41,7 @@ def connect(config: EBFTConfig) -> None:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     try:
         ray.init(
-            address=address,
+            address=address or "local",  # None would join any cluster that runs on this machine
             include_dashboard=None if address else False,
             log_to_driver=False,
             logging_level=logging.ERROR,
@@ -138,16 +138,15 @@ def start_actors(
 
 
 def _wait_until_up(actors: RunActors, config: EBFTConfig, total_steps: int, say: Callable[[str], None]) -> None:
-    limit = config.placement.start_timeout_s
+    limit, phase = config.placement.start_timeout_s, "start (limit: placement.start_timeout_s)"
     features = actors.features.async_layer_indices()
-    actors.trainer.start(total_steps, limit)
+    actors.trainer.start(total_steps, limit, phase)
     say("policy trainer is up")
-    layers = wait_for("start", actors.features.names, features, limit)
+    layers = wait_for(phase, actors.features.names, features, limit)
     say(f"feature network is up, taps after blocks {layers[0]}")
-    settings = actors.rollout.effective_settings(limit)
+    settings = actors.rollout.effective_settings(limit, phase)
     actors.weights.connect()
-    shown = ("sampling/temperature", "sampling/top_p", "sampling/top_k", "engine/weight_transfer")
-    say("rollout engine is up: " + ", ".join(f"{key} {settings[key]}" for key in shown if key in settings))
+    say("rollout engine is up: " + ", ".join(f"{key}={value}" for key, value in settings.items()))
 
 
 def _free_nodes() -> list[NodeResources]:

@@ -121,10 +121,10 @@ class PolicyTrainerGroup:
         self._timeout_s = config.policy.timeout_s
         self.version = 0  # applied optimizer steps
 
-    def start(self, total_steps: int, timeout_s: float) -> None:
+    def start(self, total_steps: int, timeout_s: float, phase: str) -> None:
         """Loads the model on every rank; `total_steps` is the length of the learning-rate schedule."""
-        (address,) = wait_for("start", self._names[:1], [self._ranks[0].address.remote()], timeout_s)
-        wait_for("start", self._names, [r.start.remote(address, total_steps) for r in self._ranks], timeout_s)
+        (address,) = wait_for(phase, self._names[:1], [self._ranks[0].address.remote()], timeout_s)
+        wait_for(phase, self._names, [r.start.remote(address, total_steps) for r in self._ranks], timeout_s)
 
     def train_step(self, items: Sequence[TrainItem], objective: Objective) -> dict[str, float]:
         """One optimizer step over all items, dealt out by size; metrics of the whole step."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import ray
 
-from openrlhf_ebft.actors.waiting import ActorError, ActorTimeout, wait_for
+from openrlhf_ebft.actors.waiting import ActorError, wait_for
 from openrlhf_ebft.config.sections import EBFTConfig
 from openrlhf_ebft.core.experience import Rollout, RolloutRequest, SamplingSettings
 from openrlhf_ebft.core.step_batch import split_by_load
@@ -73,9 +73,9 @@ class RolloutEngineGroup:
             todo, failure = self._attempt(requests, parts, todo, results)
             if failure is None:
                 return [results[number] for number in range(len(requests))]
-            if isinstance(failure, ActorTimeout) or isinstance(failure.cause, ValueError) or not todo:
-                break  # waiting again or sending the same bad request again would not help
             logger.warning("attempt %d of %d: %s", attempt + 1, self._max_retries + 1, failure)
+            if not failure.may_pass:
+                break
         raise failure
 
     def _attempt(
@@ -117,10 +117,10 @@ class RolloutEngineGroup:
         calls = [engine.score.remote(sequences) for engine in self.engines]
         return wait_for("score", self._names, calls, self._timeout_s)
 
-    def effective_settings(self, timeout_s: float) -> dict[str, Any]:
+    def effective_settings(self, timeout_s: float, phase: str) -> dict[str, Any]:
         """Waits until every engine is up; settings of the first (all are alike)."""
         calls = [engine.effective_settings.remote() for engine in self.engines]
-        return wait_for("start", self._names, calls, timeout_s)[0]
+        return wait_for(phase, self._names, calls, timeout_s)[0]
 
 
 def _request_load(request: RolloutRequest) -> int:

@@ -22,9 +22,18 @@ class ActorError(RuntimeError):
         super().__init__(message)
         self.cause = cause
 
+    @property
+    def may_pass(self) -> bool:
+        """Whether a repeated call may succeed: not with wrong input, nor on an actor that is stuck or gone."""
+        return not isinstance(self, ActorTimeout | ActorGone) and not isinstance(self.cause, ValueError)
+
 
 class ActorTimeout(ActorError):
     """A remote call did not finish within its limit."""
+
+
+class ActorGone(ActorError):
+    """The actor's process has ended."""
 
 
 def wait_for(phase: str, names: Sequence[str], calls: Sequence[ObjectRef], timeout_s: float) -> list[Any]:
@@ -38,6 +47,7 @@ def wait_for(phase: str, names: Sequence[str], calls: Sequence[ObjectRef], timeo
 
     Raises:
         ActorTimeout: names the actors that have not answered.
+        ActorGone: names the first actor whose process has ended.
         ActorError: names the first actor that failed, with its exception's type and text.
     """
     pending = list(calls)
@@ -65,9 +75,9 @@ def _raise_failure(phase: str, name: str, call: ObjectRef) -> None:
         if _IN_CONSTRUCTOR in text:
             raise ActorError(f"{phase}: {name} failed: {_last_exception(text)}") from error
         cause = text.rpartition("\n")[2].partition(" Some common causes")[0]
-        raise ActorError(f"{phase}: {name} is gone: {cause} It was killed, or memory ran out (see dmesg).") from error
+        raise ActorGone(f"{phase}: {name} is gone: {cause} It was killed, or memory ran out (see dmesg).") from error
     except ray.exceptions.RayError as error:
-        raise ActorError(f"{phase}: {name} is gone: {error}") from error
+        raise ActorGone(f"{phase}: {name} is gone: {error}") from error
 
 
 def _last_exception(text: str) -> str:
