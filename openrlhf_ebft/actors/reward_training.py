@@ -5,9 +5,12 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Callable
+from typing import Any
 
 import ray
 
+from openrlhf_ebft.actors.placement import PlacementError
+from openrlhf_ebft.actors.waiting import wait_for
 from openrlhf_ebft.config.reward_training import RewardConfig
 from openrlhf_ebft.rad.reward_training import PrefixRewardTrainSpec, RewardStep
 
@@ -59,7 +62,8 @@ def train_on_ranks(
     the cluster has one for every rank.
 
     Raises:
-        ValueError: the cluster has fewer CPUs than ranks.
+        PlacementError: the cluster has fewer CPUs than ranks.
+        ActorError: a rank failed, died or did not answer within training.timeout_s.
     """
     started = not ray.is_initialized()
     if started:
@@ -69,18 +73,24 @@ def train_on_ranks(
     try:
         available = ray.cluster_resources()
         if available.get("CPU", 0) < ranks:
-            raise ValueError(
+            raise PlacementError(
                 f"training.ranks = {ranks} needs as many CPUs; the cluster has {available.get('CPU', 0):.0f}"
             )
         share = {"num_cpus": 1, "num_gpus": 1 if available.get("GPU", 0) >= ranks else 0}
         actors += [ray.remote(RewardRank).options(**share).remote() for _ in range(ranks)]
-        address = ray.get(actors[0].address.remote())
-        ray.get([actor.setup.remote(rank, ranks, address) for rank, actor in enumerate(actors)])
+        names = [f"reward training rank {rank}" for rank in range(ranks)]
+
+        def on_all(phase: str, calls: list[ray.ObjectRef]) -> list[Any]:
+            return wait_for(phase, names[: len(calls)], calls, config.training.timeout_s)
+
+        (address,) = on_all("start", [actors[0].address.remote()])
+        on_all("start", [actor.setup.remote(rank, ranks, address) for rank, actor in enumerate(actors)])
         texts, labels = (ray.put(part) for part in train)
-        ray.get([actor.build.remote(config, spec, texts, labels) for actor in actors])
-        for _ in range(ray.get(actors[0].total_steps.remote())):
-            on_step(ray.get([actor.train_step.remote() for actor in actors])[0])
-        ray.get([actor.save.remote(config.output_dir) for actor in actors])
+        on_all("load model", [actor.build.remote(config, spec, texts, labels) for actor in actors])
+        (steps,) = on_all("start", [actors[0].total_steps.remote()])
+        for _ in range(steps):
+            on_step(on_all("train", [actor.train_step.remote() for actor in actors])[0])
+        on_all("save", [actor.save.remote(config.output_dir) for actor in actors])
     finally:
         for actor in actors:
             ray.kill(actor)

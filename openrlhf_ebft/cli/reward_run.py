@@ -28,7 +28,7 @@ BAR_WIDTH = 30
 
 
 def run_reward_training(config: RewardConfig, train: Rows, held_out: Rows) -> int:
-    """Train, save, then write held_out.md, held_out.json and held_out.png beside the model."""
+    """Train, save, then write held_out.md, held_out.json and held_out.png beside the model; the exit code."""
     folder = Path(config.output_dir)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "reward_config.yaml").write_text(dump_config(config), encoding="utf-8")
@@ -37,8 +37,13 @@ def run_reward_training(config: RewardConfig, train: Rows, held_out: Rows) -> in
     print(f"training on {len(train[0])} texts, {len(held_out[0])} held out", file=sys.stderr)
     if config.training.ranks > 1:
         from openrlhf_ebft.actors.reward_training import train_on_ranks
+        from openrlhf_ebft.actors.waiting import ActorError
 
-        train_on_ranks(config, spec, train, on_step=progress_bar())
+        try:
+            train_on_ranks(config, spec, train, on_step=progress_bar())
+        except ActorError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 1
     else:
         train_prefix_reward_model(
             config.backbone,

@@ -61,9 +61,13 @@ def read_rows(path: str, data: RewardDataConfig) -> Rows:
     Raises:
         UserError: names file, line and column of the first faulty row.
     """
+    try:
+        content = Path(path).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: not UTF-8 text: byte {error.object[error.start]:#04x} at {error.start}") from None
     texts, labels = [], []
     # Split at line feeds only: a text may hold other line separators.
-    for number, line in enumerate(Path(path).read_text(encoding="utf-8").split("\n"), 1):
+    for number, line in enumerate(content.split("\n"), 1):
         if not line.strip():
             continue
         text, label = _read_row(f"{path}, line {number}", line, data)

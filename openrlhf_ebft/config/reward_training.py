@@ -39,6 +39,7 @@ class RewardTrainingConfig(Section):
     resume: bool = Field(True, description="go on from the newest checkpoint of output_dir, if there is one")
     ranks: int = Field(1, ge=1, description="processes; above 1 they are Ray actors that train with DeepSpeed")
     zero_stage: int = Field(2, ge=0, le=2, description="DeepSpeed's ZeRO stage when there is more than one rank")
+    timeout_s: float = Field(1800.0, gt=0.0, description="limit of loading, saving or one step on ranks, in seconds")
 
 
 class RewardConfig(Section):

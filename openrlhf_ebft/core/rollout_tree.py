@@ -83,7 +83,12 @@ class RolloutTree:
         )
 
     def without_last_tokens(self) -> RolloutTree:
-        """The tree without each branch's last token, which predicts nothing: what a policy has to compute."""
+        """The tree without each branch's last token, which predicts nothing: what a policy has to compute.
+
+        Raises ValueError when a branch has no token.
+        """
+        if bool((self.branch_lengths == 0).any()):
+            raise ValueError(f"{self.example_id}: a completion without tokens has no last one to leave out")
         starts = torch.cumsum(self.branch_lengths.flatten(), 0) - 1
         keep = torch.ones_like(self.branch_tokens, dtype=torch.bool)
         keep[starts] = False

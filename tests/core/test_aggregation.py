@@ -176,3 +176,21 @@ def test_bad_deliveries_are_refused_whole():
         aggregator.add(0, IDS[:1], gram[1:2])
     with pytest.raises(ValueError, match="no groups"):
         aggregator.start(1, {})
+
+
+@pytest.mark.parametrize("samples", [0, 1, 5])
+def test_too_few_samples_are_named_and_none_is_spread_over_the_others(samples):
+    """Case B07: 6 completions, but products of fewer."""
+    aggregator = RewardAggregator(estimator="reinforce")
+    aggregator.start(0, {"doc": 6})
+    if samples:
+        aggregator.add(0, ["doc"], grams(1, samples))
+    with pytest.raises(ValueError, match=rf"step 0: 1 groups.*'doc' \({samples} of 6\)"):
+        aggregator.finish(0)
+
+
+def test_too_many_samples_are_named():
+    aggregator = RewardAggregator()
+    aggregator.start(0, {"doc": 6})
+    with pytest.raises(ValueError, match="expected 6 samples, got 7"):
+        aggregator.add(0, ["doc"], grams(1, 7))

@@ -102,3 +102,12 @@ def test_faulty_trees_are_refused_with_both_numbers():
     other = Rollout("other", ((Completion((5,), (-1.0,), "stop"),),), 0)
     with pytest.raises(ValueError, match="does not belong"):
         RolloutTree.from_rollout(reference, other)
+
+
+def test_an_empty_completion_has_no_last_token():
+    """An index of -1 would take the token of another completion."""
+    tree = make_tree(make_reference(6, [3]), [[2, 1]])
+    pruned = tree.without_last_tokens()
+    assert pruned.branch_lengths.tolist() == [[1, 0]]
+    with pytest.raises(ValueError, match="a completion without tokens"):
+        pruned.without_last_tokens()
