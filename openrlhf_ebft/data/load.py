@@ -74,6 +74,8 @@ def _load_strided(
         rows[side] += bool(pieces)
     report.train_rows, report.heldout_rows = rows
     train, heldout = (make_references(side, data) for side in sides)
+    # An evaluation takes the first ones: they must not all be pieces of one document.
+    heldout.sort(key=lambda reference: content_hash(reference.example_id, ""))
     for name, references in (("training", train), ("held-out", heldout)):
         anchors = sum(reference.anchors.numel() for reference in references)
         report.notes.append(

@@ -114,4 +114,5 @@ def test_pieces_of_a_document_stay_on_one_side(documents, tokenizer):
     names = [{reference.example_id.split(".")[0] for reference in side} for side in (train, heldout)]
     assert names[0] and names[1] and not names[0] & names[1]
     assert (report.train_rows, report.heldout_rows) == (len(names[0]), len(names[1]))
+    assert len({reference.example_id.split(".")[0] for reference in heldout[:6]}) > 3, "evaluations mix documents"
     assert all(torch.equal(reference.window_lengths, reference.max_new_tokens) for reference in train)
