@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from importlib.util import find_spec
 
 import pytest
 import ray
@@ -215,7 +216,6 @@ def test_models_that_cannot_be_used(folder, capsys, name):
         ({"rollout": {"temperature": -1}}, ("rollout.temperature", "-1", "0")),
         ({"features": {"path": "/no/such/network"}}, ("features.path", "/no/such/network")),
         ({"data": {"chat_template": "/no/template"}}, ("data.chat_template", "/no/template")),
-        ({"logging": {"wandb_project": "x"}}, ("logging.wandb_project", "wandb")),
         (
             {"policy": {"prompts_per_step": 256, "micro_batch_size": 2, "num_ranks": 7}},
             ("policy.prompts_per_step = 256", "policy.micro_batch_size = 2", "policy.num_ranks = 7", "252 or 266"),
@@ -227,6 +227,12 @@ def test_models_that_cannot_be_used(folder, capsys, name):
 def test_configurations_that_cannot_run(folder, capsys, sections, texts):
     code, output = train(folder, capsys, **sections)
     check_refused(folder, code, output, *texts)
+
+
+@pytest.mark.skipif(find_spec("wandb") is not None, reason="wandb is installed here, so asking for it is no fault")
+def test_a_tracker_whose_package_is_missing(folder, capsys):
+    code, output = train(folder, capsys, logging={"wandb_project": "x"})
+    check_refused(folder, code, output, "logging.wandb_project = x", "pip install wandb")
 
 
 def test_data_longer_than_the_models_positions(folder, capsys):
