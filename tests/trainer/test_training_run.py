@@ -51,6 +51,8 @@ def test_a_run_shows_its_steps_and_leaves_everything_behind(folder, first_run):
         assert abs(record["reward/mean"] - 2 * record["reward/alignment"] + 2 * record["reward/diversity"]) < 1e-5
     run_folder = folder / "runs" / "first"
     assert (run_folder / "config.yaml").exists()
+    settings = json.loads((run_folder / "rollout-settings.json").read_text())
+    assert (settings["sampling/temperature"], settings["sampling/top_p"], settings["sampling/top_k"]) == (0.6, 1.0, 0)
     assert list((run_folder / "tensorboard").iterdir())
     model = AutoModelForCausalLM.from_pretrained(run_folder / "model")
     start = AutoModelForCausalLM.from_pretrained(folder / "model")
