@@ -146,7 +146,8 @@ def _wait_until_up(actors: RunActors, config: EBFTConfig, total_steps: int, say:
     say(f"feature network is up, taps after blocks {layers[0]}")
     settings = actors.rollout.effective_settings(limit, phase)
     actors.weights.connect()
-    say("rollout engine is up: " + ", ".join(f"{key}={value}" for key, value in settings.items()))
+    shown = ("sampling/temperature", "sampling/top_p", "sampling/top_k", "engine/weight_transfer")
+    say("rollout engine is up: " + ", ".join(f"{key} {settings[key]}" for key in shown if key in settings))
 
 
 def _free_nodes() -> list[NodeResources]:
