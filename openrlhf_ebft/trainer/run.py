@@ -78,7 +78,7 @@ def _train(run: PreparedRun, folder: RunDirectory, checkpoint: Checkpoint | None
     def work(actors: RunActors, interrupts: Interrupts) -> None:
         if checkpoint is None:
             folder.create(run.config)
-        settings = actors.rollout.effective_settings(run.config.rollout.timeout_s)
+        settings = actors.rollout.effective_settings(run.config.rollout.timeout_s, "rollout settings")
         folder.rollout_settings.write_text(json.dumps(settings, indent=2), encoding="utf-8")
         resume_after = checkpoint.state.step if checkpoint else None
         with closing(Tracker(folder.path, run.config, resume_after=resume_after)) as tracker:
