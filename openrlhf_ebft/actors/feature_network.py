@@ -6,18 +6,15 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from ray import ObjectRef
-from torch import Tensor
 
 from openrlhf_ebft.config.sections import EBFTConfig
 from openrlhf_ebft.core.rollout_tree import RolloutTree
 from openrlhf_ebft.core.step_batch import split_by_load
+from openrlhf_ebft.core.step_rewards import GroupProducts
 from openrlhf_ebft.distributed.device import local_device, plain_attention, set_compute_threads
 from openrlhf_ebft.models.feature_network import load_feature_network
 from openrlhf_ebft.models.loading import DTYPES
 from openrlhf_ebft.models.tree_features import TreeFeatures
-
-GroupProducts = list[tuple[str, Tensor]]
-"""(example id, (A, n+1, n+1) inner products) of each tree."""
 
 
 class FeatureNetworkActor:

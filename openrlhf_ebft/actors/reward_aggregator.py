@@ -7,10 +7,10 @@ from typing import Any
 
 from ray import ObjectRef
 
-from openrlhf_ebft.actors.feature_network import GroupProducts
 from openrlhf_ebft.actors.waiting import wait_for
 from openrlhf_ebft.config.sections import EBFTConfig
 from openrlhf_ebft.core.aggregation import RewardAggregator, StepRewards
+from openrlhf_ebft.core.step_rewards import GroupProducts
 
 GroupKey = tuple[str, int]
 """(example id, anchor number)."""

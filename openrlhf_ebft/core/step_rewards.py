@@ -12,6 +12,9 @@ from openrlhf_ebft.core.rewards import GroupRewards
 GroupId = Hashable
 """Names a group, for example (example id, anchor number)."""
 
+GroupProducts = list[tuple[str, Tensor]]
+"""(example id, (A, n+1, n+1) inner products) of each tree: all that leaves a feature network."""
+
 # An advantage below this moves nothing; rounding of equal completions' features in different batches stays below it.
 ZERO_ADVANTAGE = 1e-6
 
