@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ray import ObjectRef
@@ -10,6 +10,7 @@ from ray import ObjectRef
 from openrlhf_ebft.actors.waiting import wait_for
 from openrlhf_ebft.config.sections import EBFTConfig
 from openrlhf_ebft.core.aggregation import RewardAggregator, StepRewards
+from openrlhf_ebft.core.rollout_tree import RolloutTree
 from openrlhf_ebft.core.step_rewards import GroupProducts
 
 GroupKey = tuple[str, int]
@@ -50,14 +51,15 @@ class RewardAggregatorHandle:
         self._timeout_s = timeout_s
 
     def rewards(
-        self, step: int, expected: Mapping[GroupKey, int], products: Mapping[str, ObjectRef], phase: str = "rewards"
+        self, step: int, trees: Sequence[RolloutTree], products: Mapping[str, ObjectRef], phase: str = "rewards"
     ) -> StepRewards:
-        """Rewards of a whole step; waits for the feature replicas behind `products`, too.
+        """Rewards of all groups of `trees`; waits for the feature replicas behind `products`, too.
 
         Raises:
             ActorError: a replica or the aggregator failed; the step is forgotten and can be started again.
         """
         name = ["reward aggregator"]
+        expected = {(t.example_id, anchor): t.num_samples for t in trees for anchor in range(t.num_anchors)}
         wait_for(phase, name, [self._actor.start.remote(step, expected)], self._timeout_s)
         try:
             additions = [self._actor.add.remote(step, part) for part in products.values()]

@@ -51,6 +51,7 @@ def wait_for(phase: str, names: Sequence[str], calls: Sequence[ObjectRef], timeo
         ActorError: names the first actor that failed, with its exception's type and text.
     """
     pending = list(calls)
+    results: dict[ObjectRef, Any] = {}
     end = time.monotonic() + timeout_s
     # The first failure ends the wait: the others may be stuck waiting for the actor that failed.
     while pending:
@@ -58,14 +59,15 @@ def wait_for(phase: str, names: Sequence[str], calls: Sequence[ObjectRef], timeo
         if not done:
             late = [name for name, call in zip(names, calls, strict=True) if call in still]
             raise ActorTimeout(f"{phase}: no answer from {', '.join(late)} within {timeout_s:g} s")
-        _raise_failure(phase, names[calls.index(done[0])], done[0])
+        results[done[0]] = _result(phase, names[calls.index(done[0])], done[0])
         pending = still
-    return ray.get(list(calls))
+    return [results[call] for call in calls]
 
 
-def _raise_failure(phase: str, name: str, call: ObjectRef) -> None:
+def _result(phase: str, name: str, call: ObjectRef) -> Any:
+    """The value of a finished call, or its failure as an `ActorError`."""
     try:
-        ray.get(call)
+        return ray.get(call)
     except ray.exceptions.RayTaskError as error:
         cause = error.cause if isinstance(error.cause, BaseException) else None
         text = "".join(traceback.format_exception_only(cause)).strip() if cause else str(error)

@@ -54,11 +54,19 @@ class Console:
         """One readable line for one step."""
         self.say(f"{phase} {number}/{total} | " + " | ".join(_step_parts(metrics)))
 
+    def evaluation(self, step: int, metrics: dict[str, float | None]) -> None:
+        """One line for one evaluation."""
+        means = ", ".join(f"{key} {_number(metrics[key], 4)}" for key in ("ce", "cfm_unbiased", "alignment", "reward"))
+        self.say(f"evaluation after step {step} | {means}")
+
+
+def _number(value: float | None, digits: int) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"
+
 
 def _step_parts(metrics: dict[str, float | None]) -> Iterator[str]:
     def text(key: str, digits: int = 3) -> str:
-        value = metrics.get(key)
-        return "-" if value is None else f"{value:.{digits}f}"
+        return _number(metrics.get(key), digits)
 
     if "reward/mean" in metrics:
         yield f"reward {text('reward/mean')} (align {text('reward/alignment')}, similar {text('reward/diversity')})"

@@ -105,8 +105,7 @@ class EBFTTrainer:
             self.console.advance()
         metrics = result.metrics()
         self.tracker.log(self.state.step, "evaluation", metrics | clock.metrics())
-        means = ", ".join(f"{name} {metrics[name]:.4f}" for name in ("ce", "cfm_unbiased", "alignment", "reward"))
-        self.console.say(f"evaluation after step {self.state.step} | {means}")
+        self.console.evaluation(self.state.step, metrics)
         return result
 
     def _sft_step(self) -> None:
@@ -123,7 +122,8 @@ class EBFTTrainer:
             rollouts = self.actors.rollout.generate(self._requests(references))
         trees = [RolloutTree.from_rollout(ref, rollout) for ref, rollout in zip(references, rollouts, strict=True)]
         with clock.phase("features"):
-            rewards = self._rewards(trees)
+            products = self.actors.features.async_products(trees)
+            rewards = self.actors.rewards.rewards(self.state.step, trees, products)
         items = [TrainItem.from_groups(tree, rewards.advantages) for tree in trees]
         with clock.phase("train"):
             metrics = self.actors.trainer.train_step(items, "ebft")
@@ -147,11 +147,6 @@ class EBFTTrainer:
             )
             for reference in references
         ]
-
-    def _rewards(self, trees: Sequence[RolloutTree]) -> StepRewards:
-        expected = {(t.example_id, anchor): t.num_samples for t in trees for anchor in range(t.num_anchors)}
-        products = self.actors.features.async_products(trees)
-        return self.actors.rewards.rewards(self.state.step, expected, products)
 
     def _rollout_metrics(self, references: Sequence[Reference], rollouts: Sequence[Rollout]) -> dict[str, float]:
         shape = completion_metrics(references, rollouts)

@@ -68,8 +68,9 @@ class EvaluationResult:
         )
 
     def metrics(self) -> dict[str, float | None]:
-        """Means over examples, and the shape of the completions."""
-        means: dict[str, float | None] = {name: _mean(self.values(name)) for name in COMPARED}
+        """Means over examples (None where no example has the value), and the shape of the completions."""
+        present = {name: self.values(name) for name in COMPARED}
+        means = {name: _mean(values) if values else None for name, values in present.items()}
         return means | {f"completion/{name}": value for name, value in asdict(self.completions).items()}
 
     def values(self, name: str) -> list[float]:
@@ -109,8 +110,7 @@ def evaluate(actors: RunActors, config: EBFTConfig, references: Sequence[Referen
     rollouts = actors.rollout.generate(requests)
     trees = [RolloutTree.from_rollout(ref, rollout) for ref, rollout in zip(references, rollouts, strict=True)]
     products = actors.features.async_products(trees)
-    expected = {(t.example_id, anchor): t.num_samples for t in trees for anchor in range(t.num_anchors)}
-    rewards = actors.rewards.rewards(EVALUATION_STEP, expected, products, phase="evaluation")
+    rewards = actors.rewards.rewards(EVALUATION_STEP, trees, products, phase="evaluation")
     scores = actors.trainer.score(trees)
     examples = []
     for tree, score in zip(trees, scores, strict=True):
