@@ -8,7 +8,7 @@ from pathlib import Path
 from pydantic import Field
 
 from openrlhf_ebft.config.load import load_typed
-from openrlhf_ebft.config.sections import Section
+from openrlhf_ebft.config.section import Section
 
 
 class RewardDataConfig(Section):
