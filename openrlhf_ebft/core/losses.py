@@ -54,11 +54,11 @@ def aggregate(
         if max_tokens is None or max_tokens < 1:
             raise ValueError(f"aggregation dr_grpo needs max_tokens >= 1, got {max_tokens}")
         return values.sum() / (max(count.sequences, 1) * max_tokens)
-    lengths = _sequence_lengths(sequence)
+    lengths = sequence_lengths(sequence)
     return (values / lengths).sum() / max(count.sequences, 1)
 
 
-def _sequence_lengths(sequence: Tensor) -> Tensor:
+def sequence_lengths(sequence: Tensor) -> Tensor:
     """(P,) float length of the sequence that each token belongs to."""
     if sequence.numel() == 0:
         return torch.ones(0, device=sequence.device)
@@ -71,15 +71,6 @@ def on_policy_loss(logprobs: Tensor, advantages: Tensor) -> Tensor:
     Both (P,); advantages carry no gradient.
     """
     return -advantages.detach() * torch.exp(logprobs - logprobs.detach())
-
-
-def on_policy_sequence_loss(logprobs: Tensor, advantages: Tensor, sequence: Tensor) -> Tensor:
-    """`gspo`: every token of a sequence carries the ratio of the sequence's mean log-probability."""
-    lengths = _sequence_lengths(sequence)
-    size = int(sequence.max()) + 1 if sequence.numel() else 0
-    difference = (logprobs - logprobs.detach()) / lengths
-    mean = torch.zeros(size, dtype=difference.dtype, device=difference.device).index_add(0, sequence, difference)
-    return -advantages.detach() * torch.exp(mean[sequence])
 
 
 def kl_estimate(logprobs: Tensor, reference_logprobs: Tensor, estimator: KLEstimator) -> Tensor:

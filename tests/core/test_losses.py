@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from openrlhf_ebft.core.clipped_losses import sequence_ratio
 from openrlhf_ebft.core.logprobs import Predictions, chunked_logprobs, token_logprobs
 from openrlhf_ebft.core.losses import (
     GlobalCount,
@@ -14,7 +15,6 @@ from openrlhf_ebft.core.losses import (
     count_tokens,
     kl_estimate,
     on_policy_loss,
-    on_policy_sequence_loss,
 )
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -32,7 +32,7 @@ def test_policy_and_cross_entropy_loss_equal_the_golden_values(name):
     if name.startswith("ppo"):
         values = on_policy_loss(grid[acting], advantages)
     else:
-        values = on_policy_sequence_loss(grid[acting], advantages, sequence)
+        values = -advantages * sequence_ratio(grid[acting], grid[acting].detach(), sequence)
     rl_loss = aggregate(values, sequence, count_tokens(sequence), "sequence_mean")
     ce_loss = aggregate(-grid[supervised], row[supervised], count_tokens(row[supervised]), "sequence_mean")
     assert rl_loss.item() == pytest.approx(float(golden["rl_loss"]), rel=1e-5)
