@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import types
 import typing
 from collections.abc import Iterator
 from typing import Any
@@ -81,7 +82,8 @@ def _nearest_key(model: type[BaseModel], path: KeyPath) -> str | None:
 
 def accepts_text(field: FieldInfo) -> bool:
     """Whether a field takes any text, so that a flag's value such as `2024` must not become a number."""
-    return field.annotation is str or str in typing.get_args(field.annotation)
+    is_union = typing.get_origin(field.annotation) in (typing.Union, types.UnionType)
+    return field.annotation is str or (is_union and str in typing.get_args(field.annotation))
 
 
 def accepts_null(field: FieldInfo) -> bool:

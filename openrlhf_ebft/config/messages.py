@@ -30,6 +30,8 @@ _ALLOWED = {
     "tuple_type": "must be a list such as [0.25, 0.5]",
     "too_short": "needs {min_length} or more entries",
     "too_long": "takes {max_length} or fewer entries",
+    "extra_forbidden": "unknown key",
+    "dict_type": "must be a mapping such as {name: {path: folder}}",
     "model_type": "must be a section with keys of its own",
     "model_attributes_type": "must be a section with keys of its own",
 }
@@ -54,6 +56,8 @@ def _describe_missing(model: type[BaseModel], path: KeyPath, name: str) -> str:
     if path[-1].isdigit():
         return f"{'.'.join(path[:-1])}: entry {path[-1]} (from 0) is missing"
     field = find_field(model, path)
+    if field is None and find_field(model, path[:1]) is not None:
+        return f"{name}: missing, and it has no default"  # inside a mapping with names of the user's
     if field is None:
         return f"{name}: this section is missing and has keys without a default"
     return f"{name}: missing, and it has no default ({field.description})"
