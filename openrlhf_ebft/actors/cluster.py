@@ -10,11 +10,26 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.placement_group import (
+    PlacementGroup,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from openrlhf_ebft.actors.feature_network import FeatureNetworkActor, FeatureNetworkGroup
-from openrlhf_ebft.actors.placement import NodeResources, PlacementError, Role, list_roles, plan_bundles
+from openrlhf_ebft.actors.free_resources import NodeResources
+from openrlhf_ebft.actors.placement import (
+    AGGREGATOR,
+    ENGINE,
+    FEATURES,
+    TRAINER,
+    Placement,
+    PlacementError,
+    plan_placement,
+    settle_sharing,
+)
 from openrlhf_ebft.actors.policy_trainer import PolicyTrainerActor, PolicyTrainerGroup
 from openrlhf_ebft.actors.reward_aggregator import RewardAggregatorActor, RewardAggregatorHandle
 from openrlhf_ebft.actors.rollout_engine import RolloutEngineActor, RolloutEngineGroup
@@ -24,6 +39,7 @@ from openrlhf_ebft.config.sections import EBFTConfig
 from openrlhf_ebft.core.experience import SamplingSettings
 
 _PASSED_ON = ("HF_HUB_OFFLINE", "HF_HOME", "VLLM_LOGGING_LEVEL")
+_START = "start (limit: placement.start_timeout_s)"
 _ANSWER_S = 5.0  # limit for a cluster's head to accept a connection, in seconds
 
 
@@ -80,9 +96,13 @@ class RunActors:
 
     def kill(self) -> None:
         """Ends every actor at once and gives their resources back."""
-        for handle in self.handles:
-            ray.kill(handle)
-        remove_placement_group(self.bundles)
+        _kill(self.handles, self.bundles)
+
+
+def _kill(handles: Sequence[Any], bundles: PlacementGroup) -> None:
+    for handle in handles:
+        ray.kill(handle)
+    remove_placement_group(bundles)
 
 
 def start_actors(
@@ -108,37 +128,40 @@ def start_actors(
         PlacementError: the cluster is too small, or does not give the resources in time.
         ActorError: an actor could not start; names it, with its own text.
     """
-    nodes = _free_nodes()
-    with_gpus = any(node.gpus for node in nodes)
-    roles = list_roles(config, with_gpus=with_gpus)
-    group = _reserve(plan_bundles(roles, nodes), roles, config.placement.schedule_timeout_s)
-    threads = config.placement.threads_per_actor or os.cpu_count() or 1
-    place = _Placer(group, roles, threads)
-    special = tuple(special_ids)
-    ranks = place("policy trainer", PolicyTrainerActor, lambda i: (config, i))
-    engines = place("rollout engine", RolloutEngineActor, lambda i: (config, sampling, max_model_len))
-    replicas = place("feature network", FeatureNetworkActor, lambda i: (config, special))
-    (aggregator,) = place("reward aggregator", RewardAggregatorActor, lambda i: (config,))
-    rollout, trainer = RolloutEngineGroup(engines, config), PolicyTrainerGroup(ranks, config)
-    actors = RunActors(
-        rollout=rollout,
-        features=FeatureNetworkGroup(replicas),
-        rewards=RewardAggregatorHandle(aggregator, config.features.timeout_s),
-        trainer=trainer,
-        weights=WeightSync(trainer, rollout, choose_transfer(config.rollout, with_gpus=with_gpus)),
-        handles=(*ranks, *engines, *replicas, aggregator),
-        bundles=group,
-    )
+    nodes = free_nodes()
+    placement = plan_placement(config, nodes)
+    config = settle_sharing(config, placement)
+    group = _reserve(placement, config.placement.schedule_timeout_s)
+    place = _Placer(group, placement, config.placement.threads_per_actor or os.cpu_count() or 1)
     try:
+        engines = place(ENGINE, RolloutEngineActor, lambda i: (config, sampling, max_model_len))
+        rollout = RolloutEngineGroup(engines, config)
+        if placement.shares_gpus:
+            # vLLM measures the free memory of its GPU while it starts: nothing else may take some meanwhile.
+            rollout.effective_settings(config.placement.start_timeout_s, _START)
+        ranks = place(TRAINER, PolicyTrainerActor, lambda i: (config, i))
+        replicas = place(FEATURES, FeatureNetworkActor, lambda i: (config, tuple(special_ids)))
+        (aggregator,) = place(AGGREGATOR, RewardAggregatorActor, lambda i: (config,))
+        trainer = PolicyTrainerGroup(ranks, config)
+        transfer = choose_transfer(config.rollout, with_gpus=any(node.has_gpus for node in nodes))
+        actors = RunActors(
+            rollout=rollout,
+            features=FeatureNetworkGroup(replicas),
+            rewards=RewardAggregatorHandle(aggregator, config.features.timeout_s),
+            trainer=trainer,
+            weights=WeightSync(trainer, rollout, transfer),
+            handles=tuple(place.started),
+            bundles=group,
+        )
         _wait_until_up(actors, config, total_steps, say)
     except BaseException:
-        actors.kill()
+        _kill(place.started, group)
         raise
     return actors
 
 
 def _wait_until_up(actors: RunActors, config: EBFTConfig, total_steps: int, say: Callable[[str], None]) -> None:
-    limit, phase = config.placement.start_timeout_s, "start (limit: placement.start_timeout_s)"
+    limit, phase = config.placement.start_timeout_s, _START
     features = actors.features.async_layer_indices()
     actors.trainer.start(total_steps, limit, phase)
     say("policy trainer is up")
@@ -150,17 +173,23 @@ def _wait_until_up(actors: RunActors, config: EBFTConfig, total_steps: int, say:
     say("rollout engine is up: " + ", ".join(f"{key} {settings[key]}" for key in shown if key in settings))
 
 
-def _free_nodes() -> list[NodeResources]:
+def free_nodes() -> list[NodeResources]:
+    """What each living node of the connected cluster has left."""
+    totals = {node["NodeID"]: node["Resources"] for node in ray.nodes() if node["Alive"]}
     available = ray._private.state.available_resources_per_node()
-    return [NodeResources(node.get("CPU", 0.0), node.get("GPU", 0.0)) for node in available.values()]
+    return [
+        NodeResources(free.get("CPU", 0.0), free.get("GPU", 0.0), totals[node].get("GPU", 0.0))
+        for node, free in available.items()
+        if node in totals
+    ]
 
 
-def _reserve(bundles: Sequence[dict[str, float]], roles: Sequence[Role], timeout_s: float) -> PlacementGroup:
-    group = placement_group(list(bundles), strategy="PACK")
+def _reserve(placement: Placement, timeout_s: float) -> PlacementGroup:
+    group = placement_group([bundle.resources() for bundle in placement.bundles], strategy="PACK")
     if group.wait(timeout_s):
         return group
     remove_placement_group(group)
-    asked = "; ".join(str(role) for role in roles)
+    asked = "; ".join(str(role) for role in placement.roles)
     raise PlacementError(
         f"Ray did not place the actors within placement.schedule_timeout_s = {timeout_s:g} s (asked: {asked}); "
         "another job may hold the resources: see `ray status`"
@@ -170,11 +199,11 @@ def _reserve(bundles: Sequence[dict[str, float]], roles: Sequence[Role], timeout
 class _Placer:
     """Starts the actors of one role after the other in their bundles."""
 
-    def __init__(self, group: PlacementGroup, roles: Sequence[Role], threads: int) -> None:
+    def __init__(self, group: PlacementGroup, placement: Placement, threads: int) -> None:
         self._group = group
-        self._roles = {role.name: role for role in roles}
-        starts = [sum(role.count for role in roles[:i]) for i in range(len(roles))]
-        self._first_bundle = dict(zip(self._roles, starts, strict=True))
+        self._placement = placement
+        self._bundles = placement.contiguous(placement_group_table(group)["bundles_to_node_id"])
+        self.started: list[Any] = []
         self._environment = {name: os.environ[name] for name in _PASSED_ON if name in os.environ} | {
             "OMP_NUM_THREADS": str(threads),  # Ray would set it to the share of CPUs
             "OMP_WAIT_POLICY": "PASSIVE",  # phases alternate: a waiting actor must not keep its cores busy
@@ -182,17 +211,16 @@ class _Placer:
         }
 
     def __call__(self, name: str, kind: type, arguments: Callable[[int], tuple[Any, ...]]) -> list[Any]:
-        role = self._roles[name]
-        return [
-            ray.remote(kind)
-            .options(
+        role = self._placement.role(name)
+        handles = []
+        for i in range(role.count):
+            bundle = self._bundles[self._placement.bundle_of(name, i)]
+            options = ray.remote(kind).options(
                 num_cpus=role.cpus,
                 num_gpus=role.gpus,
                 runtime_env={"env_vars": self._environment},
-                scheduling_strategy=PlacementGroupSchedulingStrategy(
-                    self._group, placement_group_bundle_index=self._first_bundle[name] + i
-                ),
+                scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=bundle),
             )
-            .remote(*arguments(i))
-            for i in range(role.count)
-        ]
+            handles.append(options.remote(*arguments(i)))
+        self.started += handles
+        return handles

@@ -236,6 +236,16 @@ def _offload_has_a_stage(config: EBFTConfig) -> Iterator[str]:
 
 def _note_sampling(config: EBFTConfig) -> Iterator[str]:
     rollout = config.rollout
+def _gpu_shares_exist(config: EBFTConfig) -> Iterator[str]:
+    for name in ("gpus_per_trainer_rank", "gpus_per_feature_replica"):
+        value = getattr(config.placement, name)
+        if value > 1 and value % 1:
+            yield (
+                f"placement.{name} = {value}: above one, Ray gives whole GPUs only: set placement.{name} to "
+                f"{int(value)} or {int(value) + 1}"
+            )
+
+
     if rollout.samples_per_prompt == 1:
         yield "rollout.samples_per_prompt = 1: the diversity term is 0, rewards are alignment alone"
     if rollout.top_p < 1 or rollout.top_k > 0:
@@ -269,3 +279,4 @@ _RULES: tuple[Rule, ...] = (
     _offload_has_a_stage,
 )
 _NOTES: tuple[Rule, ...] = (_note_sampling, _note_unread_keys)
+    _gpu_shares_exist,

@@ -93,6 +93,9 @@ class RolloutConfig(Section):
     block_size: int = Field(32, ge=1, description="tokens of one key/value block")
     enforce_eager: bool = Field(False, description="no CUDA graphs")
     sync_every_steps: int = Field(1, ge=1, description="optimizer steps between weight updates of the engines")
+    sleep: bool | None = Field(
+        None, description="free an engine's GPU memory between calls (vllm); default: when GPUs are shared"
+    )
     weight_transfer: Literal["auto", "object_store", "nccl", "ipc"] = Field(
         "auto", description="how weights reach the engines; auto: object_store on CPU, nccl on GPU"
     )
@@ -147,6 +150,12 @@ class PlacementConfig(Section):
 
 
 class CheckpointConfig(Section):
+    require_gpus: bool = Field(False, description="refuse a cluster without GPUs instead of running on its CPUs")
+    share_gpus: Literal["auto", "always", "never"] = Field(
+        "auto",
+        description="put a trainer rank, a rollout engine and a feature replica on each GPU, where they take turns; "
+        "auto: when there are too few GPUs for one each",
+    )
     """Checkpoints of the trainer and the exported model."""
 
     every_steps: int = Field(0, ge=0, description="optimizer steps between checkpoints; 0: none")

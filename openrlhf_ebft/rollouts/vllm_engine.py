@@ -95,6 +95,8 @@ class VLLMRolloutEngine:
         self._vocab_size: int = self._llm.model_config.get_vocab_size()
         self._max_model_len = max_model_len
         self._arguments = arguments
+        self._sleeps = bool(config.sleep)
+        self._asleep = False
         self._torn_by: str | None = None  # why the weights are a mixture of two versions, if they are
         self._expected = expected
         try:
@@ -102,6 +104,7 @@ class VLLMRolloutEngine:
             self._llm.update_weight_version("0")
             if self._backend == "object_store":
                 self.connect_weight_transfer({})
+            self._sleep()
         except BaseException:
             self.shutdown()
             raise
@@ -176,6 +179,7 @@ class VLLMRolloutEngine:
         check_manifest(manifest, self._expected)
         if self._torn_by is not None:
             self._llm.collective_rpc("abandon_update")
+        self._wake()
         self._torn_by = "an update was started and not finished"
         self._llm.start_weight_update()
 
@@ -206,6 +210,7 @@ class VLLMRolloutEngine:
             raise WeightSyncError(f"weight update {version}: {self._torn_by}; repeat it when no request is running")
         self._llm.update_weight_version(str(version))
         self._torn_by = None
+        self._sleep()
 
     def _failed(self, error: Exception) -> WeightSyncError:
         """Keeps the engine from sampling until a complete update has been applied."""
@@ -231,13 +236,30 @@ class VLLMRolloutEngine:
             raise WeightSyncError(f"the engine's weights are incomplete, update them first: {self._torn_by}")
         if not prompts:
             return []
+        self._wake()
         try:
             with plain_eager(self._on_cpu):
-                return self._llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
+                outputs = self._llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
         except BaseException:
             engine = self._llm.llm_engine
             engine.abort_request(list(engine.output_processor.request_states), internal=True)
             raise
+        self._sleep()
+        return outputs
+
+    def _sleep(self) -> None:
+        """Gives the GPU's memory to the other roles (rollout.sleep): weights go to host memory, keys and values go."""
+        if self._sleeps and not self._asleep:
+            self._llm.sleep(level=1)
+            self._asleep = True
+
+    def _wake(self) -> None:
+        """Takes the memory back. Raises RuntimeError when vLLM stays partly asleep."""
+        if not self._asleep:
+            return
+        if not self._llm.wake_up():
+            raise RuntimeError("vLLM did not wake up completely from sleep mode")
+        self._asleep = False
 
     def _check_sampling(self, sampling: SamplingSettings) -> None:
         check_temperature(sampling)

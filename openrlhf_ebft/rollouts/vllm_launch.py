@@ -55,7 +55,10 @@ def engine_arguments(config: RolloutConfig, on_cpu: bool) -> dict[str, Any]:
         "enforce_eager": config.enforce_eager or on_cpu,
     }
     if not on_cpu:
-        return arguments | {"gpu_memory_utilization": config.gpu_memory_utilization}
+        return arguments | {
+            "gpu_memory_utilization": config.gpu_memory_utilization,
+            "enable_sleep_mode": bool(config.sleep),
+        }
     if config.block_size % CPU_BLOCK:
         raise ValueError(
             f"rollout.block_size={config.block_size}: on CPU vLLM needs a multiple of {CPU_BLOCK}, "
