@@ -37,7 +37,7 @@ from openrlhf_ebft.models.loading import DTYPES, load_causal_lm
 from openrlhf_ebft.models.policy import PolicyModel
 from openrlhf_ebft.models.tree_features import TreeFeatures
 from openrlhf_ebft.rollouts.block_parallel import BlockParallelSampler
-from openrlhf_ebft.rollouts.sampling import draw_uniforms, pick_tokens, sampler_logprobs
+from openrlhf_ebft.rollouts.sampling import draw_tokens, draw_uniforms
 
 SETTINGS = StrideSettings(stride=8, context_length=8, generate_max_len=8)
 SAMPLES, STEPS, TEMPERATURE = 4, 8, 0.6
@@ -97,7 +97,7 @@ class Straightforward:
             mask, positions = self.mask_and_positions(step)
             logits = self.model(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False).logits
             rows = logits[:, self.predictors(step)].flatten(0, 1)
-            picked = pick_tokens(sampler_logprobs(rows, SAMPLING), uniforms[:, step], SAMPLING)
+            picked, _ = draw_tokens(rows, uniforms[:, step], SAMPLING)
             ids = torch.cat([ids, picked.view(SAMPLES, self.blocks)], dim=1)
         return ids[:, self.size :].view(SAMPLES, STEPS, self.blocks).transpose(1, 2)
 

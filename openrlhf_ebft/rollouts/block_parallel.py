@@ -18,7 +18,7 @@ from openrlhf_ebft.core.seeding import completion_seed
 from openrlhf_ebft.core.split_attention import BranchPlaces, ScoreRule, as_bias, attend_branches
 from openrlhf_ebft.models.policy import LogitsHead
 from openrlhf_ebft.models.split_attention import LayerStates, ReferenceAttention, split_attention
-from openrlhf_ebft.rollouts.sampling import draw_uniforms, pick_tokens, sampler_logprobs
+from openrlhf_ebft.rollouts.sampling import draw_tokens, draw_uniforms
 
 # Bounds of what is sampled together; one request alone may exceed them.
 _MAX_OWN_TOKENS = 16384  # branches * steps: the branches' key/value cache
@@ -186,12 +186,11 @@ class BlockParallelSampler:
         """Tokens (N,) and log-probabilities (N,) on the CPU; branch i draws from states[source[i]], in rising order."""
         tokens, logprobs = [], []
         for start in range(0, len(states), _HEAD_ROWS):
-            distribution = sampler_logprobs(self._head(states[start : start + _HEAD_ROWS]), sampling)
+            logits = self._head(states[start : start + _HEAD_ROWS])
             chosen = (source >= start) & (source < start + _HEAD_ROWS)
-            drawn_from = (source[chosen] - start).to(distribution.device)
-            picked = pick_tokens(distribution, uniforms[chosen], sampling, drawn_from)
-            tokens.append(picked.cpu())
-            logprobs.append(distribution[drawn_from, picked].cpu())
+            drawn = draw_tokens(logits, uniforms[chosen], sampling, (source[chosen] - start).to(logits.device))
+            tokens.append(drawn[0].cpu())
+            logprobs.append(drawn[1].cpu())
         return torch.cat(tokens), torch.cat(logprobs)
 
 

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from openrlhf_ebft.core.experience import Completion, SamplingSettings
 from openrlhf_ebft.rollouts.anchor_prompts import AnchorPrompt
-from openrlhf_ebft.rollouts.sampling import draw_uniforms, pick_tokens, sampler_logprobs
+from openrlhf_ebft.rollouts.sampling import draw_tokens, draw_uniforms
 
 # Completions that are sampled together; bounds the key/value cache and the logits of a step.
 _MAX_ROWS = 64
@@ -46,10 +46,8 @@ class RowSampler:
         lengths = torch.zeros_like(limits)
         stopped = torch.zeros(len(limits), dtype=torch.bool)
         for step in range(steps):
-            distribution = sampler_logprobs(logits, sampling)
-            picked = pick_tokens(distribution, uniforms[:, step], sampling)
-            tokens[:, step] = picked.cpu()
-            logprobs[:, step] = distribution.gather(1, picked[:, None])[:, 0].cpu()
+            picked, chosen = draw_tokens(logits, uniforms[:, step], sampling)
+            tokens[:, step], logprobs[:, step] = picked.cpu(), chosen.cpu()
             running = ~stopped & (lengths < limits)
             lengths += running
             stopped |= running & torch.isin(tokens[:, step], stop)

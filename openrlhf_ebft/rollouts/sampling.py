@@ -10,29 +10,30 @@ from torch import Tensor, nn
 from openrlhf_ebft.core.experience import SamplingSettings
 
 _BLOCK = 256  # tokens whose probabilities are summed before the sums are searched
+_CACHED_ROWS = 32  # distributions that a CPU works on at one time: their float32 copies stay in its cache
 
 
-def sampler_logprobs(logits: Tensor, sampling: SamplingSettings) -> Tensor:
-    """Log-probabilities of the distribution that is sampled from: temperature, then top-k, then top-p, renormalised.
+def sampler_logits(logits: Tensor, sampling: SamplingSettings) -> Tensor:
+    """Logits of the distribution that is sampled from: temperature, then top-k, then top-p.
 
-    At temperature 0 it is the log-softmax of the plain logits, of which the largest is taken.
+    At temperature 0 they are the plain logits, of which the largest is taken.
 
     Args:
-        logits: (rows, vocabulary), any floating dtype; computed in float32.
+        logits: (rows, vocabulary), any floating dtype; not modified.
 
     Returns:
-        (rows, vocabulary) float32; -inf for tokens that top-k or top-p excludes.
+        (rows, vocabulary) float32, a tensor of its own; -inf for tokens that top-k or top-p excludes.
     """
-    logits = logits.float()
+    logits = logits.to(torch.float32, copy=True)
     if sampling.temperature == 0:
-        return logits.log_softmax(-1)
-    logits = logits / sampling.temperature
+        return logits
+    logits = logits.div_(sampling.temperature)
     if 0 < sampling.top_k < logits.shape[-1]:
         smallest_kept = logits.topk(sampling.top_k, dim=-1).values[:, -1:]
         logits = logits.masked_fill(logits < smallest_kept, -torch.inf)
     if sampling.top_p < 1:
         logits = _keep_nucleus(logits, sampling.top_p)
-    return logits.log_softmax(-1)
+    return logits
 
 
 def _keep_nucleus(logits: Tensor, top_p: float) -> Tensor:
@@ -58,27 +59,50 @@ def draw_uniforms(seeds: Sequence[int], length: int) -> Tensor:
     return torch.stack(streams).double()
 
 
-def pick_tokens(logprobs: Tensor, uniforms: Tensor, sampling: SamplingSettings, rows: Tensor | None = None) -> Tensor:
+def draw_tokens(
+    logits: Tensor, uniforms: Tensor, sampling: SamplingSettings, rows: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Inverts the cumulative distribution at `uniforms`; takes the most likely token at temperature 0.
 
     Args:
-        logprobs: (D, vocabulary) from `sampler_logprobs`.
+        logits: (D, vocabulary), any floating dtype.
         uniforms: (N,) float64 in [0, 1).
-        rows: (N,) int64, which distribution each number draws from; default: one number a distribution.
+        sampling: what `sampler_logits` describes.
+        rows: (N,) int64 in rising order, which distribution each number draws from; default: one a distribution.
 
     Returns:
-        (N,) int64; never a token of probability 0, since the distribution's cumulative sum does not rise there.
+        (N,) int64 tokens, never one of probability 0, and (N,) float32 log-probabilities of the distribution that
+        was sampled from, in nats; both on the device of `logits`.
     """
-    rows = torch.arange(len(logprobs), device=logprobs.device) if rows is None else rows
-    if sampling.temperature == 0:
-        return logprobs.argmax(-1)[rows]
+    device = logits.device
+    uniforms = uniforms.to(device)
+    rows = torch.arange(len(logits), device=device) if rows is None else rows
+    block = _CACHED_ROWS if device.type == "cpu" else max(len(logits), 1)
+    starts = range(0, len(logits), block)
+    edges = torch.searchsorted(rows, torch.tensor([*starts, len(logits)], device=device)).tolist()
+    drawn = [
+        _draw_block(sampler_logits(logits[start : start + block], sampling), rows[a:b] - start, uniforms[a:b], sampling)
+        for start, a, b in zip(starts, edges, edges[1:], strict=False)
+    ]
+    return torch.cat([tokens for tokens, _ in drawn]), torch.cat([logprobs for _, logprobs in drawn])
+
+
+def _draw_block(logits: Tensor, rows: Tensor, uniforms: Tensor, sampling: SamplingSettings) -> tuple[Tensor, Tensor]:
+    """`draw_tokens` of (D, vocabulary) float32 `sampler_logits`, which are overwritten."""
+    largest, likeliest = logits.max(-1, keepdim=True)
+    masses = logits.sub_(largest).exp_()  # probabilities without their common factor
     # Sums of blocks find the block, one block's cumulative sum the token: a float64 copy of everything is slow.
-    padding = -logprobs.shape[-1] % _BLOCK
-    blocks = nn.functional.pad(logprobs.exp(), (0, padding)).unflatten(-1, (-1, _BLOCK))  # (D, blocks, _BLOCK)
+    padding = -masses.shape[-1] % _BLOCK
+    blocks = nn.functional.pad(masses, (0, padding)) if padding else masses
+    blocks = blocks.unflatten(-1, (-1, _BLOCK))  # (D, blocks, _BLOCK)
     ends = blocks.sum(-1).double().cumsum(-1)[rows]  # (N, blocks)
-    fraction, number = _invert(ends, uniforms.to(logprobs.device))
-    _, place = _invert(blocks[rows, number].double().cumsum(-1), fraction)
-    return number * _BLOCK + place
+    if sampling.temperature == 0:
+        tokens = likeliest[rows, 0]  # by logit: rounding may make two masses equal
+    else:
+        fraction, number = _invert(ends, uniforms)
+        _, place = _invert(blocks[rows, number].double().cumsum(-1), fraction)
+        tokens = number * _BLOCK + place
+    return tokens, torch.log(masses[rows, tokens] / ends[:, -1]).float()
 
 
 def _invert(cumulative: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:

@@ -16,7 +16,7 @@ from openrlhf_ebft.rollouts import block_parallel
 from openrlhf_ebft.rollouts.anchor_prompts import anchor_prompts
 from openrlhf_ebft.rollouts.block_parallel import BlockParallelSampler
 from openrlhf_ebft.rollouts.row_sampler import RowSampler
-from openrlhf_ebft.rollouts.sampling import draw_uniforms, pick_tokens, sampler_logprobs
+from openrlhf_ebft.rollouts.sampling import draw_tokens, draw_uniforms, sampler_logits
 from tests.models.test_policy import FAMILIES, VOCAB, build
 from tests.rollouts.requests import GREEDY, SAMPLED
 
@@ -60,9 +60,8 @@ def alone(model, request, sampling):
             for uniform in draw_uniforms([completion_seed(request.seed, anchor, sample)], limit)[0]:
                 with torch.no_grad():
                     logits = model(input_ids=torch.tensor([tokens]), use_cache=False).logits[:, -1]
-                distribution = sampler_logprobs(logits, sampling)
-                tokens.append(int(pick_tokens(distribution, uniform[None], sampling)))
-                logprobs.append(float(distribution[0, tokens[-1]]))
+                tokens.append(int(draw_tokens(logits, uniform[None], sampling)[0]))
+                logprobs.append(float(sampler_logits(logits, sampling).log_softmax(-1)[0, tokens[-1]]))
                 if tokens[-1] in sampling.stop_token_ids:
                     break
             group.append((tuple(tokens[len(context) :]), logprobs))

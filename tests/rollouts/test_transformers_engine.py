@@ -16,7 +16,7 @@ from openrlhf_ebft.distributed.weight_sync import WeightSyncError, build_update
 from openrlhf_ebft.rollouts.anchor_prompts import AnchorPrompt
 from openrlhf_ebft.rollouts.engine import build_engine
 from openrlhf_ebft.rollouts.row_sampler import _batches
-from openrlhf_ebft.rollouts.sampling import draw_uniforms, pick_tokens, sampler_logprobs
+from openrlhf_ebft.rollouts.sampling import draw_tokens, draw_uniforms, sampler_logits
 from tests.rollouts.requests import GREEDY, SAMPLED, request, token_logprobs, train_steps
 from tests.tiny_gguf import write_llama_gguf
 from tests.tiny_models import tiny_gpt2, tiny_llama, tiny_qwen2
@@ -48,10 +48,10 @@ def naive(model, prompt, sampling, seed, limit):
     tokens, logprobs = list(prompt), []
     for uniform in draw_uniforms([seed], limit)[0]:
         with torch.no_grad():
-            distribution = sampler_logprobs(model(torch.tensor([tokens])).logits[:, -1], sampling)
-        token = pick_tokens(distribution, uniform[None], sampling).item()
+            logits = model(torch.tensor([tokens])).logits[:, -1]
+        token = draw_tokens(logits, uniform[None], sampling)[0].item()
         tokens.append(token)
-        logprobs.append(distribution[0, token].item())
+        logprobs.append(sampler_logits(logits, sampling).log_softmax(-1)[0, token].item())
         if token in sampling.stop_token_ids:
             break
     return tuple(tokens[len(prompt) :]), logprobs
