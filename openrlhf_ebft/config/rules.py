@@ -226,16 +226,6 @@ def _engine_can_do_it(config: EBFTConfig) -> Iterator[str]:
         )
 
 
-def _offload_has_a_stage(config: EBFTConfig) -> Iterator[str]:
-    if config.deepspeed.offload_optimizer and config.deepspeed.zero_stage == 0:
-        yield (
-            "deepspeed.offload_optimizer = true needs sharded optimizer states, but deepspeed.zero_stage = 0: "
-            "set deepspeed.zero_stage to 1, 2 or 3, or deepspeed.offload_optimizer to false"
-        )
-
-
-def _note_sampling(config: EBFTConfig) -> Iterator[str]:
-    rollout = config.rollout
 def _gpu_shares_exist(config: EBFTConfig) -> Iterator[str]:
     for name in ("gpus_per_trainer_rank", "gpus_per_feature_replica"):
         value = getattr(config.placement, name)
@@ -246,6 +236,16 @@ def _gpu_shares_exist(config: EBFTConfig) -> Iterator[str]:
             )
 
 
+def _offload_has_a_stage(config: EBFTConfig) -> Iterator[str]:
+    if config.deepspeed.offload_optimizer and config.deepspeed.zero_stage == 0:
+        yield (
+            "deepspeed.offload_optimizer = true needs sharded optimizer states, but deepspeed.zero_stage = 0: "
+            "set deepspeed.zero_stage to 1, 2 or 3, or deepspeed.offload_optimizer to false"
+        )
+
+
+def _note_sampling(config: EBFTConfig) -> Iterator[str]:
+    rollout = config.rollout
     if rollout.samples_per_prompt == 1:
         yield "rollout.samples_per_prompt = 1: the diversity term is 0, rewards are alignment alone"
     if rollout.top_p < 1 or rollout.top_k > 0:
@@ -276,7 +276,7 @@ _RULES: tuple[Rule, ...] = (
     _evaluation_has_rows,
     _features_are_distinct,
     _engine_can_do_it,
+    _gpu_shares_exist,
     _offload_has_a_stage,
 )
 _NOTES: tuple[Rule, ...] = (_note_sampling, _note_unread_keys)
-    _gpu_shares_exist,

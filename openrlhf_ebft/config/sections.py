@@ -92,10 +92,10 @@ class RolloutConfig(Section):
     gpu_memory_utilization: float = Field(0.85, gt=0.0, le=1.0, description="share of a GPU that vllm may take")
     block_size: int = Field(32, ge=1, description="tokens of one key/value block")
     enforce_eager: bool = Field(False, description="no CUDA graphs")
-    sync_every_steps: int = Field(1, ge=1, description="optimizer steps between weight updates of the engines")
     sleep: bool | None = Field(
         None, description="free an engine's GPU memory between calls (vllm); default: when GPUs are shared"
     )
+    sync_every_steps: int = Field(1, ge=1, description="optimizer steps between weight updates of the engines")
     weight_transfer: Literal["auto", "object_store", "nccl", "ipc"] = Field(
         "auto", description="how weights reach the engines; auto: object_store on CPU, nccl on GPU"
     )
@@ -144,18 +144,18 @@ class PlacementConfig(Section):
     aggregator_cpus: float = Field(0.25, gt=0.0, description="CPUs reserved by the reward aggregator")
     gpus_per_trainer_rank: float = Field(1.0, ge=0.0, description="GPUs of a trainer rank on a GPU cluster")
     gpus_per_feature_replica: float = Field(1.0, ge=0.0, description="GPUs of a feature replica on a GPU cluster")
-    threads_per_actor: int = Field(0, ge=0, description="compute threads of an actor on CPU; 0: all cores")
-    start_timeout_s: float = Field(300.0, gt=0.0, description="limit for the actors to load their models, in seconds")
-    schedule_timeout_s: float = Field(10.0, gt=0.0, description="limit for Ray to place the actors, in seconds")
-
-
-class CheckpointConfig(Section):
     require_gpus: bool = Field(False, description="refuse a cluster without GPUs instead of running on its CPUs")
     share_gpus: Literal["auto", "always", "never"] = Field(
         "auto",
         description="put a trainer rank, a rollout engine and a feature replica on each GPU, where they take turns; "
         "auto: when there are too few GPUs for one each",
     )
+    threads_per_actor: int = Field(0, ge=0, description="compute threads of an actor on CPU; 0: all cores")
+    start_timeout_s: float = Field(300.0, gt=0.0, description="limit for the actors to load their models, in seconds")
+    schedule_timeout_s: float = Field(10.0, gt=0.0, description="limit for Ray to place the actors, in seconds")
+
+
+class CheckpointConfig(Section):
     """Checkpoints of the trainer and the exported model."""
 
     every_steps: int = Field(0, ge=0, description="optimizer steps between checkpoints; 0: none")
