@@ -6,16 +6,22 @@ import math
 import os
 import socket
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
 import ray
+from ray import ObjectRef
 from ray.util import get_node_ip_address
+from torch import Tensor
 
-from openrlhf_ebft.actors.waiting import wait_for
+from openrlhf_ebft.actors.pulse import start_pulse
+from openrlhf_ebft.actors.restarts import Crew
+from openrlhf_ebft.actors.waiting import ActorError, wait_for
 from openrlhf_ebft.config.sections import EBFTConfig
 from openrlhf_ebft.core.rollout_tree import RolloutTree
 from openrlhf_ebft.core.step_batch import StepCounts, TrainItem, count_step, split_by_load
+from openrlhf_ebft.core.update_plan import combine_updates, plan_updates
 from openrlhf_ebft.distributed.device import set_compute_threads
 from openrlhf_ebft.distributed.native_transfer import EngineCall, EngineFleet, NamedTensorSource, NativeSender
 from openrlhf_ebft.distributed.policy_trainer import Objective, PolicyTrainer, SupervisedScore
@@ -30,6 +36,7 @@ class PolicyTrainerActor:
     """One rank of the trainer in a Ray worker."""
 
     def __init__(self, config: EBFTConfig, rank: int) -> None:
+        start_pulse()
         self._config = config
         self._rank = rank
         set_compute_threads(config.placement.threads_per_actor)
@@ -60,6 +67,9 @@ class PolicyTrainerActor:
         filler: TrainItem,
     ) -> dict[str, float]:
         return self._trainer.train_step(items, counts, num_micro_batches, objective, filler)
+
+    def branch_logprobs(self, items: Sequence[TrainItem], num_micro_batches: int, filler: TrainItem) -> list[Tensor]:
+        return self._trainer.branch_logprobs(items, num_micro_batches, filler)
 
     def score(self, trees: Sequence[RolloutTree], num_passes: int, filler: RolloutTree) -> list[SupervisedScore]:
         return self._trainer.score(trees, num_passes, filler)
@@ -112,31 +122,81 @@ def _bounded_call(engine: Any, timeout_s: float) -> EngineCall:
 
 
 class PolicyTrainerGroup:
-    """All ranks of the trainer. Every method waits for all of them."""
+    """All ranks of the trainer. Every method waits for all of them.
 
-    def __init__(self, ranks: Sequence[Any], config: EBFTConfig) -> None:
-        self._ranks = list(ranks)
-        self._names = [f"policy trainer rank {i}" for i in range(len(ranks))]
+    Raises `StateLost` from every method when a rank is gone or hangs: the other ranks wait for it, and what it held is
+    in the checkpoints alone. `restart` is the way on.
+    """
+
+    def __init__(self, crew: Crew, config: EBFTConfig) -> None:
+        self._crew = crew
         self._config = config
         self._timeout_s = config.policy.timeout_s
+        self._total_steps = 0
         self.version = 0  # applied optimizer steps
+
+    @property
+    def _ranks(self) -> list[Any]:
+        return self._crew.handles
 
     def start(self, total_steps: int, timeout_s: float, phase: str) -> None:
         """Loads the model on every rank; `total_steps` is the length of the learning-rate schedule."""
-        (address,) = wait_for(phase, self._names[:1], [self._ranks[0].address.remote()], timeout_s)
-        wait_for(phase, self._names, [r.start.remote(address, total_steps) for r in self._ranks], timeout_s)
+        self._total_steps = total_steps
+        (address,) = self._wait(phase, [self._ranks[0].address.remote()], timeout_s)
+        self._wait(phase, [rank.start.remote(address, total_steps) for rank in self._ranks], timeout_s)
+
+    def restart(self) -> None:
+        """Starts every rank afresh, with the model of model.path; waits."""
+        for number in range(len(self._crew)):
+            self._crew.replace(number)
+        self.version = 0
+        phase = "restart (limit: placement.start_timeout_s)"
+        self.start(self._total_steps, self._config.placement.start_timeout_s, phase)
+
+    def _wait(self, phase: str, calls: Sequence[ObjectRef], timeout_s: float | None = None) -> list[Any]:
+        names, pulses = self._crew.names[: len(calls)], self._crew.pulses[: len(calls)]
+        try:
+            return wait_for(phase, names, calls, self._timeout_s if timeout_s is None else timeout_s, pulses)
+        except ActorError as failure:
+            raise self._crew.loss_behind(failure) from failure
+
+    def train_batch(self, items: Sequence[TrainItem]) -> dict[str, float]:
+        """All EBFT updates on one batch of rollouts (policy.updates_per_batch); metrics over all of them."""
+        policy = self._config.policy
+        plan = plan_updates(len(items), policy.updates_per_batch, policy.mini_batches)
+        if len(plan) > 1:
+            old = self.branch_logprobs(items)
+            items = [replace(item, old_logprobs=values) for item, values in zip(items, old, strict=True)]
+        return combine_updates([self.train_step([items[i] for i in part], "ebft") for part in plan])
+
+    def branch_logprobs(self, items: Sequence[TrainItem]) -> list[Tensor]:
+        """Log-probabilities (B,) of each tree's completions under the present policy, float32 on the CPU."""
+        parts, passes, smallest = self._deal(items)
+        calls = [
+            rank.branch_logprobs.remote([items[i] for i in part], passes, smallest)
+            for rank, part in zip(self._ranks, parts, strict=True)
+        ]
+        results = self._wait("log-probabilities", calls)
+        logprobs: dict[int, Tensor] = {}
+        for part, result in zip(parts, results, strict=True):
+            logprobs.update(zip(part, result, strict=True))
+        return [logprobs[number] for number in range(len(items))]
+
+    def _deal(self, items: Sequence[TrainItem]) -> tuple[list[list[int]], int, TrainItem]:
+        """Item numbers of each rank, passes that every rank runs, and the item that fills up short ranks."""
+        parts = split_by_load([len(item.tree) for item in items], len(self._ranks))
+        passes = max(math.ceil(len(part) / self._config.policy.micro_batch_size) for part in parts)
+        return parts, passes, min(items, key=lambda item: len(item.tree))
 
     def train_step(self, items: Sequence[TrainItem], objective: Objective) -> dict[str, float]:
         """One optimizer step over all items, dealt out by size; metrics of the whole step."""
         counts = count_step([item.tree for item in items])
-        parts = split_by_load([len(item.tree) for item in items], len(self._ranks))
-        passes = max(math.ceil(len(part) / self._config.policy.micro_batch_size) for part in parts)
-        smallest = min(items, key=lambda item: len(item.tree))
+        parts, passes, smallest = self._deal(items)
         calls = [
             rank.train_step.remote([items[i] for i in part], counts, passes, objective, smallest)
             for rank, part in zip(self._ranks, parts, strict=True)
         ]
-        results = wait_for("train", self._names, calls, self._timeout_s)
+        results = self._wait("train", calls)
         self.version += int(results[0]["applied"])
         totals = {key: sum(result[key] for result in results) for key in results[0] if key not in _ALIKE_ON_RANKS}
         return totals | {key: results[0][key] for key in _ALIKE_ON_RANKS}
@@ -149,7 +209,7 @@ class PolicyTrainerGroup:
             rank.score.remote([trees[i] for i in part], passes, trees[0])
             for rank, part in zip(self._ranks, parts, strict=True)
         ]
-        results = wait_for("score", self._names, calls, self._timeout_s)
+        results = self._wait("score", calls)
         scores: dict[int, SupervisedScore] = {}
         for part, result in zip(parts, results, strict=True):
             scores.update(zip(part, result, strict=True))
@@ -158,28 +218,28 @@ class PolicyTrainerGroup:
     def export_update(self) -> WeightUpdate:
         """The current weights as an update of references into the object store."""
         calls = [rank.export_update.remote() for rank in self._ranks]
-        return wait_for("weight export", self._names, calls, self._timeout_s)[0]
+        return self._wait("weight export", calls)[0]
 
     def connect_engines(self, engines: Sequence[Any], backend: NativeBackend) -> None:
         """Every rank joins the GPU transfer group of the engines."""
-        (address,) = wait_for("weight sync", self._names[:1], [self._ranks[0].address.remote()], self._timeout_s)
+        (address,) = self._wait("weight sync", [self._ranks[0].address.remote()])
         calls = [rank.connect_engines.remote(list(engines), backend, address) for rank in self._ranks]
-        wait_for("weight sync", self._names, calls, self._timeout_s)
+        self._wait("weight sync", calls)
 
     def send_weights(self) -> None:
         """Sends the current weights to the engines of `connect_engines`."""
-        wait_for("weight sync", self._names, [rank.send_weights.remote() for rank in self._ranks], self._timeout_s)
+        self._wait("weight sync", [rank.send_weights.remote() for rank in self._ranks])
 
     def save_model(self, folder: Path) -> None:
         """Writes the model to `folder`, which must be reachable from rank 0."""
-        wait_for("save model", self._names, [r.save_model.remote(folder) for r in self._ranks], self._timeout_s)
+        self._wait("save model", [r.save_model.remote(folder) for r in self._ranks])
 
     def save_checkpoint(self, folder: Path) -> None:
         """Every rank writes its part of weights, optimizer and schedule to `folder`."""
         calls = [rank.save_checkpoint.remote(folder) for rank in self._ranks]
-        wait_for("save checkpoint", self._names, calls, self._timeout_s)
+        self._wait("save checkpoint", calls)
 
     def load_checkpoint(self, folder: Path) -> None:
         """Every rank reads its part; the number of ranks and the ZeRO stage must be those that wrote it."""
         calls = [rank.load_checkpoint.remote(folder) for rank in self._ranks]
-        self.version = wait_for("load checkpoint", self._names, calls, self._timeout_s)[0]
+        self.version = self._wait("load checkpoint", calls)[0]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+from openrlhf_ebft.config.lora_rules import LORA_RULES
+from openrlhf_ebft.config.policy_rules import POLICY_NOTES, POLICY_RULES
 from openrlhf_ebft.config.sections import DataConfig, EBFTConfig
 
 STRIDED_KEYS = (
@@ -38,12 +40,14 @@ def nearest_multiples(value: int, divisor: int) -> list[int]:
 
 def _batch_divides(config: EBFTConfig) -> Iterator[str]:
     policy = config.policy
-    unit = policy.num_ranks * policy.micro_batch_size
+    unit = policy.num_ranks * policy.micro_batch_size * policy.mini_batches
     if policy.prompts_per_step % unit:
         nearest = " or ".join(str(value) for value in nearest_multiples(policy.prompts_per_step, unit))
+        cut = f" times policy.mini_batches = {policy.mini_batches}" if policy.mini_batches > 1 else ""
         yield (
             f"policy.prompts_per_step = {policy.prompts_per_step} does not divide into policy.num_ranks = "
-            f"{policy.num_ranks} times policy.micro_batch_size = {policy.micro_batch_size} ({unit} prompts at a time): "
+            f"{policy.num_ranks} times policy.micro_batch_size = {policy.micro_batch_size}{cut} "
+            f"({unit} prompts at a time): "
             f"set policy.prompts_per_step to {nearest}"
         )
 
@@ -86,14 +90,20 @@ def _steps_fit_the_schedule(config: EBFTConfig) -> Iterator[str]:
     policy, warmup = config.policy, config.optimizer.warmup_steps
     if policy.max_steps is None:
         return
-    total = policy.max_steps + policy.sft_warmup_steps
+    total = policy.max_steps * policy.updates_per_batch + policy.sft_warmup_steps
     if total == 0:
         yield "policy.max_steps = 0 and policy.sft_warmup_steps = 0 train nothing: set one of them to 1 or more"
     elif warmup > total:
         yield (
-            f"optimizer.warmup_steps = {warmup} is longer than the run, policy.max_steps = {policy.max_steps} + "
-            f"policy.sft_warmup_steps = {policy.sft_warmup_steps}: set optimizer.warmup_steps to {total} or less"
+            f"optimizer.warmup_steps = {warmup} is longer than the run, policy.max_steps = {policy.max_steps} "
+            f"{_times_updates(config)}+ policy.sft_warmup_steps = {policy.sft_warmup_steps}: "
+            f"set optimizer.warmup_steps to {total} or less"
         )
+
+
+def _times_updates(config: EBFTConfig) -> str:
+    updates = config.policy.updates_per_batch
+    return f"* policy.updates_per_batch = {updates} " if updates > 1 else ""
 
 
 def _lengths_fit(config: EBFTConfig) -> Iterator[str]:
@@ -278,5 +288,7 @@ _RULES: tuple[Rule, ...] = (
     _engine_can_do_it,
     _gpu_shares_exist,
     _offload_has_a_stage,
+    *LORA_RULES,
+    *POLICY_RULES,
 )
-_NOTES: tuple[Rule, ...] = (_note_sampling, _note_unread_keys)
+_NOTES: tuple[Rule, ...] = (_note_sampling, _note_unread_keys, *POLICY_NOTES)

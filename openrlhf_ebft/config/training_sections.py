@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from openrlhf_ebft.config.section import DecayRate, Fraction, Section
+
+
+def _clip_defaults(loss: Any) -> dict[str, float]:
+    if loss == "ppo":
+        return {"clip_low": 0.2, "clip_high": 0.2}
+    return {"clip_low": 3e-4, "clip_high": 4e-4} if loss == "gspo" else {}
 
 
 class PolicyConfig(Section):
@@ -18,7 +24,28 @@ class PolicyConfig(Section):
     prompts_per_step: int = Field(16, ge=1, description="references of one optimizer step, over all ranks")
     micro_batch_size: int = Field(1, ge=1, description="references of one forward and backward pass on one rank")
     sft_warmup_steps: int = Field(0, ge=0, description="supervised steps on the ground truth before EBFT")
-    rl_coef: float = Field(1.0, ge=0.0, description="weight of the REINFORCE term")
+    loss: Literal["reinforce", "ppo", "gspo"] = Field(
+        "reinforce",
+        description="policy loss; ppo clips the ratio of each token, gspo that of each completion, to what the policy "
+        "was at rollout time",
+    )
+    updates_per_batch: int = Field(1, ge=1, description="optimizer steps made from each batch of rollouts")
+    mini_batches: int = Field(1, ge=1, description="parts of a batch of rollouts that its updates take in turn")
+    clip_low: float | None = Field(
+        None, ge=0.0, lt=1.0, description="ratios below 1 - clip_low are clipped; default: 0.2 for ppo, 3e-4 for gspo"
+    )
+    clip_high: float | None = Field(
+        None, ge=0.0, description="ratios above 1 + clip_high are clipped; default: 0.2 for ppo, 4e-4 for gspo"
+    )
+    dual_clip: float | None = Field(
+        None, gt=1.0, description="limit of the loss at negative advantages, as a multiple of theirs; default: none"
+    )
+    tis_cap: float | None = Field(
+        None,
+        gt=0.0,
+        description="weigh tokens by their probability under trainer over sampler, at most this; default: not at all",
+    )
+    rl_coef: float = Field(1.0, ge=0.0, description="weight of the policy loss")
     ce_coef: float = Field(0.03, ge=0.0, description="weight of the cross-entropy of the ground truth")
     entropy_coef: float = Field(0.0, ge=0.0, description="weight of the entropy bonus")
     aggregation: Literal["sequence_mean", "token_mean", "dr_grpo"] = Field(
@@ -28,6 +55,15 @@ class PolicyConfig(Section):
     logprob_chunk_tokens: int = Field(512, ge=1, description="tokens whose logits exist at one time")
     max_nonfinite_steps: int = Field(3, ge=1, description="skipped steps in a row that stop the run")
     timeout_s: float = Field(1800.0, gt=0.0, description="limit of one optimizer step, in seconds")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _resolve_clip_range(cls, values: Any) -> Any:
+        """Fills in what depends on the loss: ratios of whole completions stay much closer to 1 than those of tokens."""
+        if not isinstance(values, dict):
+            return values
+        given = {name: value for name, value in values.items() if value is not None}
+        return values | {name: given.get(name, default) for name, default in _clip_defaults(values.get("loss")).items()}
 
 
 class OptimizerConfig(Section):
@@ -40,6 +76,7 @@ class OptimizerConfig(Section):
     max_grad_norm: float = Field(1.0, ge=0.0, description="gradient clipping by global norm; 0 is off")
     schedule: Literal["constant", "linear", "cosine"] = Field("constant", description="shape after the warm-up")
     warmup_steps: int = Field(0, ge=0, description="optimizer steps of linear warm-up")
+    warmup_ratio: Fraction = Field(0.0, description="linear warm-up as a share of all optimizer steps, rounded up")
     min_lr_ratio: Fraction = Field(0.0, description="last learning rate as a share of the peak")
 
 

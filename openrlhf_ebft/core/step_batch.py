@@ -18,6 +18,8 @@ class TrainItem:
 
     tree: RolloutTree
     advantages: Tensor  # (A, n) float32
+    old_logprobs: Tensor | None = None  # (B,) float32 under the policy at rollout time; None: it is still the same
+    reference_logprobs: Tensor | None = None  # (B,) float32 under the reference model of the KL term
 
     def __post_init__(self) -> None:
         if self.advantages.shape != self.tree.branch_lengths.shape:
@@ -25,6 +27,12 @@ class TrainItem:
                 f"{self.tree.example_id}: advantages of shape {tuple(self.advantages.shape)} for completions "
                 f"of shape {tuple(self.tree.branch_lengths.shape)}"
             )
+        for name, values in (("old", self.old_logprobs), ("reference", self.reference_logprobs)):
+            if values is not None and values.shape != self.tree.branch_tokens.shape:
+                raise ValueError(
+                    f"{self.tree.example_id}: {name} log-probabilities of shape {tuple(values.shape)} for "
+                    f"{self.tree.branch_tokens.numel()} tokens"
+                )
 
     @classmethod
     def from_groups(cls, tree: RolloutTree, advantages: Mapping[tuple[str, int], Tensor]) -> TrainItem:

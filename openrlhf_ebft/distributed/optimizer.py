@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from fractions import Fraction
 
 import torch
 from torch import nn
@@ -25,18 +26,25 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig) -> AdamW:
     return AdamW(groups, lr=config.learning_rate, betas=config.betas, eps=config.eps)
 
 
+def count_warmup_steps(config: OptimizerConfig, total_steps: int) -> int:
+    """Warm-up in optimizer steps: `warmup_steps`, or `warmup_ratio` of all steps, rounded up."""
+    # Exact arithmetic: in floating point 0.07 * 100 is above 7 and would round up to 8.
+    return config.warmup_steps or math.ceil(Fraction(str(config.warmup_ratio)) * total_steps)
+
+
 def schedule_factor(step: int, config: OptimizerConfig, total_steps: int) -> float:
     """Learning rate of optimizer step `step` (counted from 0) as a share of the peak.
 
-    Linear warm-up reaches the peak at step `warmup_steps`; linear and cosine decay reach `min_lr_ratio` at the last
+    Linear warm-up of w steps reaches the peak at step w; linear and cosine decay reach `min_lr_ratio` at the last
     step, total_steps - 1.
     """
-    if step < config.warmup_steps:
-        return (step + 1) / (config.warmup_steps + 1)
+    warmup = count_warmup_steps(config, total_steps)
+    if step < warmup:
+        return (step + 1) / (warmup + 1)
     if config.schedule == "constant":
         return 1.0
-    span = max(total_steps - 1 - config.warmup_steps, 1)
-    progress = min((step - config.warmup_steps) / span, 1.0)
+    span = max(total_steps - 1 - warmup, 1)
+    progress = min((step - warmup) / span, 1.0)
     decay = 1.0 - progress if config.schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
     return config.min_lr_ratio + (1.0 - config.min_lr_ratio) * decay
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -14,19 +15,45 @@ import torch.distributed as dist
 from torch import Tensor
 
 from openrlhf_ebft.config.sections import EBFTConfig
-from openrlhf_ebft.core.losses import aggregate, on_policy_loss
+from openrlhf_ebft.core.clipped_losses import ClipRange
+from openrlhf_ebft.core.loss_terms import CompletionTokens, LossSettings, policy_terms, supervised_loss
 from openrlhf_ebft.core.rollout_tree import RolloutTree
 from openrlhf_ebft.core.step_batch import StepCounts, TrainItem, micro_batches
 from openrlhf_ebft.core.tree_batch import TreeBatch
 from openrlhf_ebft.distributed.deepspeed_config import deepspeed_config
 from openrlhf_ebft.distributed.device import communication_backend, local_device
+from openrlhf_ebft.distributed.full_tensors import full_adapters, full_weights, weight_specs
 from openrlhf_ebft.distributed.optimizer import build_optimizer, build_scheduler
 from openrlhf_ebft.distributed.policy_loading import load_policy
-from openrlhf_ebft.distributed.weight_sync import TensorSpec, dtype_name
+from openrlhf_ebft.distributed.weight_sync import TensorSpec
+from openrlhf_ebft.models.lora import save_adapters
 from openrlhf_ebft.models.policy import TreeLogprobs
 
 Objective = Literal["ebft", "sft"]
 _CHECKPOINT_TAG = "deepspeed"
+ADAPTER_FOLDER = "adapter"
+"""Folder inside a checkpoint with the adapters as peft writes them."""
+
+
+def loss_settings(config: EBFTConfig) -> LossSettings:
+    """The terms of the EBFT loss as the configuration weighs them."""
+    policy = config.policy
+    return LossSettings(
+        policy_loss=policy.loss,
+        aggregation=policy.aggregation,
+        max_tokens=config.completion_limit,
+        clip=ClipRange(policy.clip_low or 0.0, policy.clip_high or 0.0, policy.dual_clip),
+        rl_coef=policy.rl_coef,
+        ce_coef=policy.ce_coef,
+        entropy_coef=policy.entropy_coef,
+        sampler_cap=policy.tis_cap,
+    )
+
+
+def _joined(parts: Sequence[Tensor | None], device: torch.device) -> Tensor | None:
+    """(B,) token values of all trees, or None when some tree has none."""
+    present = [part for part in parts if part is not None]
+    return torch.cat(present).to(device) if len(present) == len(parts) else None
 
 
 @dataclass(frozen=True)
@@ -69,6 +96,7 @@ class PolicyTrainer:
         self._plain_optimizer = config.deepspeed.zero_stage == 0 and config.model.dtype == "float32"
         if self._plain_optimizer:
             self.engine.enable_backward_allreduce = False
+        self._loss_settings = loss_settings(config)
         self.step = 0  # applied optimizer steps: the version of the weights
 
     def train_step(
@@ -99,8 +127,7 @@ class PolicyTrainer:
         for chunk in micro_batches(items, self.config.policy.micro_batch_size, num_micro_batches):
             used = chunk or [filler]
             batch = TreeBatch.collate([item.tree for item in used]).to(self.device)
-            advantages = batch.spread([item.advantages.to(self.device) for item in used])
-            terms = self._loss_terms(self._forward(batch), batch, advantages, counts, objective)
+            terms = self._loss_terms(self._forward(batch), batch, used, counts, objective)
             weight = 1.0 if chunk else 0.0
             # DeepSpeed averages gradients over ranks; the terms are shares of a global mean and must add up instead.
             self.engine.backward(terms["loss"] * (weight * self.world_size))
@@ -119,27 +146,27 @@ class PolicyTrainer:
         return self.engine(batch, num_chunks=int(num_chunks))
 
     def _loss_terms(
-        self, output: TreeLogprobs, batch: TreeBatch, advantages: Tensor, counts: StepCounts, objective: Objective
+        self,
+        output: TreeLogprobs,
+        batch: TreeBatch,
+        items: Sequence[TrainItem],
+        counts: StepCounts,
+        objective: Objective,
     ) -> dict[str, Tensor]:
-        policy, mode = self.config.policy, self.config.policy.aggregation
-        # dr_grpo's constant is a limit of completions; references have none, so their tokens are simply averaged.
-        ce_mode = "token_mean" if mode == "dr_grpo" else mode
-        ce = aggregate(-output.supervised, batch.tree_of_supervised, counts.references, ce_mode)
+        mode = self.config.policy.aggregation
+        ce = supervised_loss(output.supervised, batch.tree_of_supervised, counts.references, mode)
         if objective == "sft":
             return {"loss": ce, "ce_loss": ce}
-        sequence, count = batch.branch_of_token, counts.completions
-        limit = self.config.completion_limit
-        rl = aggregate(on_policy_loss(output.branch, advantages), sequence, count, mode, limit)
-        entropy = aggregate(output.branch_entropy, sequence, count, mode, limit)
-        mismatch = output.branch.detach() - batch.sampler_logprobs
-        return {
-            "loss": policy.rl_coef * rl + policy.ce_coef * ce - policy.entropy_coef * entropy,
-            "rl_loss": rl,
-            "ce_loss": ce,
-            "entropy": entropy,
-            "sampler_kl": aggregate(-mismatch, sequence, count, "token_mean"),
-            "sampler_mismatch": aggregate(mismatch.abs(), sequence, count, "token_mean"),
-        }
+        tokens = CompletionTokens(
+            logprobs=output.branch,
+            entropy=output.branch_entropy,
+            sequence=batch.branch_of_token,
+            advantages=batch.spread([item.advantages.to(self.device) for item in items]),
+            sampler_logprobs=batch.sampler_logprobs,
+            old_logprobs=_joined([item.old_logprobs for item in items], self.device),
+            reference_logprobs=_joined([item.reference_logprobs for item in items], self.device),
+        )
+        return policy_terms(self._loss_settings, tokens, counts.completions, ce)
 
     def _apply(self) -> tuple[bool, float]:
         if not self._plain_optimizer:
@@ -155,6 +182,21 @@ class PolicyTrainer:
         return True, norm
 
     @torch.no_grad()
+    def branch_logprobs(self, items: Sequence[TrainItem], num_micro_batches: int, filler: TrainItem) -> list[Tensor]:
+        """Log-probabilities (B,) of each of this rank's trees' completions, float32 on the CPU; collective.
+
+        Takes the items in the passes that `train_step` would make of them, so that an update on them starts with
+        ratios of 1 to the bit.
+        """
+        self.engine.eval()
+        results: list[Tensor] = []
+        for chunk in micro_batches(items, self.config.policy.micro_batch_size, num_micro_batches):
+            trees = [item.tree for item in chunk or [filler]]
+            logprobs = self._forward(TreeBatch.collate(trees).to(self.device)).branch.cpu()
+            results += logprobs.split([tree.branch_tokens.numel() for tree in trees])[: len(chunk)]
+        return results
+
+    @torch.no_grad()
     def score(self, trees: Sequence[RolloutTree], num_passes: int, filler: RolloutTree) -> list[SupervisedScore]:
         """Cross-entropy of the supervised tokens of each of this rank's trees; collective like `train_step`."""
         self.engine.eval()
@@ -167,37 +209,58 @@ class PolicyTrainer:
         return scores[: len(trees)]
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Full tensors under Hugging Face names, tied ones under each of their names; collective under ZeRO-3."""
-        model = self.engine.module.model
-        for name, parameter in model.named_parameters(remove_duplicate=False):
-            if not hasattr(parameter, "ds_id"):
-                yield name, parameter.detach()
-                continue
-            with deepspeed.zero.GatheredParameters([parameter]):
-                yield name, parameter.detach().clone()
+        """All weights in full under Hugging Face names, adapters merged in; collective under ZeRO-3."""
+        return full_weights(self.engine.module)
 
     def weight_specs(self, dtype: torch.dtype) -> list[TensorSpec]:
         """Names and full shapes of `named_weights`, as tensors of `dtype`, without gathering anything."""
-        named = self.engine.module.model.named_parameters(remove_duplicate=False)
-        return [TensorSpec(name, tuple(getattr(p, "ds_shape", p.shape)), dtype_name(dtype)) for name, p in named]
+        return weight_specs(self.engine.module, dtype)
+
+    def update_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """What the rollout engines get: all weights, or adapters alone (lora.sync); collective under ZeRO-3."""
+        return full_adapters(self.engine.module) if self.config.lora.sends_adapters else self.named_weights()
+
+    @contextmanager
+    def without_adapters(self) -> Iterator[None]:
+        """Inside the `with` block the policy is its frozen base model. Raises RuntimeError without LoRA."""
+        adapters = self.engine.module.adapters
+        if adapters is None:
+            raise RuntimeError("lora.rank = 0: all weights train, so this policy holds no base model beside them")
+        with adapters.disabled():
+            yield
 
     def save_model(self, folder: Path) -> None:
-        """Writes the model in Hugging Face format on rank 0; collective under ZeRO-3."""
+        """Writes the model in Hugging Face format, or the adapters in peft's, on rank 0; collective under ZeRO-3."""
+        policy = self.engine.module
         state = {}
-        for name, tensor in self.named_weights():
+        for name, tensor in full_weights(policy) if policy.adapters is None else full_adapters(policy):
             if self.rank == 0:
                 state[name] = tensor.cpu()
-        if self.rank == 0:
-            self.engine.module.model.save_pretrained(folder, state_dict=state)
+        if self.rank == 0 and policy.adapters is None:
+            policy.model.save_pretrained(folder, state_dict=state)
+        elif self.rank == 0:
+            folder.mkdir(parents=True, exist_ok=True)
+            save_adapters(folder, policy.adapters.config, state, self.config.model.path)
         dist.barrier()
 
     def save_checkpoint(self, folder: Path) -> None:
-        """Writes weights, optimizer and schedule in DeepSpeed's format; collective."""
-        self.engine.save_checkpoint(str(folder), tag=_CHECKPOINT_TAG, client_state={"applied_steps": self.step})
+        """Writes weights (only those that train), optimizer and schedule in DeepSpeed's format; collective."""
+        self.engine.save_checkpoint(
+            str(folder),
+            tag=_CHECKPOINT_TAG,
+            client_state={"applied_steps": self.step},
+            exclude_frozen_parameters=self.config.lora.is_on,
+        )
+        if self.config.lora.is_on:
+            self.save_model(folder / ADAPTER_FOLDER)
 
     def load_checkpoint(self, folder: Path) -> None:
         """Reads what `save_checkpoint` wrote; collective. Raises RuntimeError when it does not fit this trainer."""
-        path, client_state = self.engine.load_checkpoint(str(folder), tag=_CHECKPOINT_TAG)
+        # With adapters the frozen weights come from model.path and are not in the checkpoint.
+        is_whole = not self.config.lora.is_on
+        path, client_state = self.engine.load_checkpoint(
+            str(folder), tag=_CHECKPOINT_TAG, load_module_strict=is_whole
+        )
         if path is None:
             raise RuntimeError(f"DeepSpeed found no checkpoint in {folder}")
         self.step = client_state["applied_steps"]

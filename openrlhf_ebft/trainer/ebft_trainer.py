@@ -126,7 +126,7 @@ class EBFTTrainer:
             rewards = self.actors.rewards.rewards(self.state.step, trees, products)
         items = [TrainItem.from_groups(tree, rewards.advantages) for tree in trees]
         with clock.phase("train"):
-            metrics = self.actors.trainer.train_step(items, "ebft")
+            metrics = self.actors.trainer.train_batch(items)
         with clock.phase("sync"):
             if (self.state.step + 1) % self.config.rollout.sync_every_steps == 0:
                 self.actors.weights.push()

@@ -27,8 +27,10 @@ from openrlhf_ebft.trainer.ebft_trainer import EBFTTrainer, NonFiniteSteps
 from openrlhf_ebft.trainer.evaluation import EvaluationResult, compare, evaluate
 from openrlhf_ebft.trainer.interrupts import Interrupts
 from openrlhf_ebft.trainer.model_checks import check_sizes, read_models
+from openrlhf_ebft.trainer.report import write_report
+from openrlhf_ebft.trainer.results import write_results
 from openrlhf_ebft.trainer.run_directory import RunDirectory, written_aside
-from openrlhf_ebft.trainer.samples import sample_pairs
+from openrlhf_ebft.trainer.samples import sample_pairs, sample_text
 from openrlhf_ebft.trainer.state import Schedule
 from openrlhf_ebft.trainer.tracking import Tracker, check_trackers
 
@@ -95,8 +97,11 @@ def _train(run: PreparedRun, folder: RunDirectory, checkpoint: Checkpoint | None
             actors.trainer.save_model(aside)
             run.tokenizer.save_pretrained(aside)
         if after is not None:
-            _show_results(run, EvaluationResult.load(folder.first_evaluation), after, console)
-        console.say(f"model: {folder.model}\ngenerate: openrlhf-ebft generate {folder.model} {EXAMPLE_PROMPT!r}")
+            _show_results(run, folder, EvaluationResult.load(folder.first_evaluation), after, console)
+        write_report([folder.path], folder.report)
+        console.say(
+            f"report: {folder.report}\nmodel: {folder.model}\ngenerate: openrlhf-ebft generate {folder.model} {EXAMPLE_PROMPT!r}"
+        )
 
     return on_cluster(run, console, work)
 
@@ -137,7 +142,7 @@ def _start(run: PreparedRun, console: Console) -> RunActors:
             sampling=sampling_settings(run.config, run.tokenizer),
             special_ids=run.tokenizer.all_special_ids,
             max_model_len=run.max_model_len,
-            total_steps=run.schedule.total,
+            total_steps=run.schedule.optimizer_steps,
             say=say,
         )
 
@@ -195,11 +200,16 @@ def _batch_notes(config: EBFTConfig, plan: BatchPlan) -> Iterator[str]:
         yield f"the last {dropped} rows of the last epoch do not fill a batch and are left out"
 
 
-def _show_results(run: PreparedRun, before: EvaluationResult, after: EvaluationResult, console: Console) -> None:
+def _show_results(
+    run: PreparedRun, folder: RunDirectory, before: EvaluationResult, after: EvaluationResult, console: Console
+) -> None:
+    """Prints samples and comparison, and keeps them with the run."""
     pairs = sample_pairs(run.tokenizer, run.heldout, before, after, run.config.evaluation.show_samples)
+    changes = compare(before, after)
+    write_results(folder.results, changes, pairs)
     for pair in pairs:
-        console.say(pair)
-    console.say("\n" + comparison_table(compare(before, after), before, after))
+        console.say(sample_text(pair))
+    console.say("\n" + comparison_table(changes, before, after))
 
 
 def sampling_settings(config: EBFTConfig, tokenizer: PreTrainedTokenizerBase) -> SamplingSettings:
@@ -216,9 +226,10 @@ def make_schedule(config: EBFTConfig, plan: BatchPlan) -> Schedule:
     """Phase lengths. Raises UserError when the run would make no optimizer step."""
     policy = config.policy
     if policy.max_steps is None:
-        schedule = Schedule(policy.sft_warmup_steps, plan.total_steps(policy.epochs), policy.epochs)
+        steps, epochs = plan.total_steps(policy.epochs), policy.epochs
     else:
-        schedule = Schedule(policy.sft_warmup_steps, policy.max_steps)
+        steps, epochs = policy.max_steps, None
+    schedule = Schedule(policy.sft_warmup_steps, steps, epochs, policy.updates_per_batch)
     if schedule.total == 0:
         raise UserError("policy.max_steps = 0 and policy.sft_warmup_steps = 0: the run would train nothing")
     return schedule

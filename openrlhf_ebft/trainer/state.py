@@ -19,16 +19,22 @@ class TrainerState:
 
 @dataclass(frozen=True)
 class Schedule:
-    """Lengths of the run's phases, in optimizer steps."""
+    """Lengths of the run's phases, in batches of references."""
 
     sft_steps: int
     ebft_steps: int
     epochs: int | None = None  # EBFT covers this many whole epochs; None: a number of steps was set instead
+    updates_per_step: int = 1  # optimizer steps of one EBFT step
 
     @property
     def total(self) -> int:
-        """Optimizer steps of the whole run, as the learning-rate schedule counts them."""
+        """Steps of the whole run: batches of references."""
         return self.sft_steps + self.ebft_steps
+
+    @property
+    def optimizer_steps(self) -> int:
+        """Optimizer steps of the whole run, as the learning-rate schedule counts them."""
+        return self.sft_steps + self.ebft_steps * self.updates_per_step
 
     def next_rows(self, plan: BatchPlan, state: TrainerState) -> tuple[list[int], DataCursor]:
         """Rows of the step that follows `state`, and the cursor after it.

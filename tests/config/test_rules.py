@@ -50,6 +50,23 @@ REJECTED = [
         ["policy.max_steps=3", "optimizer.warmup_steps=5", "policy.sft_warmup_steps=1"],
         ["= 5", "= 3", "= 1", "4 or less"],
     ),
+    (
+        ["policy.max_steps=3", "optimizer.warmup_steps=9", "policy.loss=ppo", "policy.updates_per_batch=2"],
+        ["= 9", "policy.updates_per_batch = 2", "6 or less"],
+    ),
+    (["policy.updates_per_batch=2"], ["policy.updates_per_batch = 2", "policy.loss = reinforce", "ppo or gspo"]),
+    (
+        ["policy.loss=gspo", "policy.updates_per_batch=3", "policy.mini_batches=2"],
+        ["policy.updates_per_batch = 3", "policy.mini_batches = 2", "to 2 or 4"],
+    ),
+    (
+        ["policy.loss=gspo", "policy.updates_per_batch=3", "policy.mini_batches=3"],
+        ["policy.prompts_per_step = 16", "policy.mini_batches = 3", "15 or 18"],
+    ),
+    (["policy.clip_low=0.1"], ["policy.clip_low = 0.1", "policy.loss = reinforce"]),
+    (["policy.clip_high=0.1"], ["policy.clip_high = 0.1"]),
+    (["policy.dual_clip=3"], ["policy.dual_clip = 3.0"]),
+    (["optimizer.warmup_steps=2", "optimizer.warmup_ratio=0.1"], ["warmup_steps = 2", "warmup_ratio = 0.1"]),
     (["policy.max_steps=0"], ["policy.max_steps = 0", "policy.sft_warmup_steps = 0"]),
     (["rollout.max_model_len=1000"], ["rollout.max_model_len = 1000", "= 1024", "= 256", "1280 or more"]),
     (["rollout.max_new_tokens=4"], ["rollout.min_length_limit = 8", "rollout.max_new_tokens = 4"]),
@@ -89,6 +106,8 @@ def test_rejected(problems, flags, texts):
         ["rollout.samples_per_prompt=1", "reward.advantage=reinforce"],
         ["rollout.samples_per_prompt=2"],
         ["policy.rl_coef=0"],
+        ["policy.loss=ppo", "policy.updates_per_batch=4", "policy.mini_batches=2", "policy.dual_clip=3"],
+        ["policy.tis_cap=2"],
         ["policy.rl_coef=0", "rollout.temperature=0"],
         ["reward.alignment_coef=0"],
         ["policy.max_steps=3", "optimizer.warmup_steps=4", "policy.sft_warmup_steps=1"],
@@ -118,6 +137,8 @@ def test_all_broken_rules_come_at_once(problems):
         (["rollout.samples_per_prompt=1", "reward.advantage=reinforce"], ["diversity term is 0"]),
         (["rollout.top_p=0.9"], ["rollout.top_p = 0.9"]),
         (["rollout.sync_every_steps=2"], ["older weights"]),
+        (["policy.loss=ppo"], ["policy.loss = ppo"]),
+        (["policy.loss=ppo", "policy.updates_per_batch=2"], []),
         (["optimizer.min_lr_ratio=0.1"], ["optimizer.min_lr_ratio = 0.1"]),
     ],
 )
@@ -126,3 +147,17 @@ def test_notes(write_config, flags, texts):
     assert len(notes) == len(texts)
     for note, text in zip(notes, texts, strict=True):
         assert text in note
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ([], (None, None)),
+        (["policy.loss=ppo"], (0.2, 0.2)),
+        (["policy.loss=gspo"], (3e-4, 4e-4)),
+        (["policy.loss=gspo", "policy.clip_high=0.01"], (3e-4, 0.01)),
+    ],
+)
+def test_clip_range_follows_the_loss(write_config, flags, expected):
+    policy = load_config(write_config(), [f"--{flag}" for flag in flags]).policy
+    assert (policy.clip_low, policy.clip_high) == expected
