@@ -15,10 +15,10 @@ class ModelConfig(Section):
 
     path: str = Field(description="local folder, hub name, or a .gguf file of the initial policy")
     dtype: Precision = Field("bfloat16", description="precision of forward and backward passes of the policy")
-    attention: Literal["sdpa", "eager", "rows", "split"] = Field(
+    attention: Literal["sdpa", "eager", "rows", "split", "flex"] = Field(
         "sdpa",
         description="how tree attention runs: sdpa and eager with one mask over the whole tree; split without one, for "
-        "many anchors; rows runs each branch as its own causal sequence",
+        "many anchors; flex by block masks, on GPUs; rows runs each branch as its own causal sequence",
     )
     tokenizer: str | None = Field(None, description="tokenizer folder or hub name; default: that of model.path")
     trust_remote_code: bool = Field(False, description="run Python code shipped inside the model's repository")

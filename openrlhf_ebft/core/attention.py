@@ -1,7 +1,8 @@
 """Tree attention for transformers models: masks for a padded grid, or one causal row for each branch.
 
 `sdpa` and `eager` run the whole tree in one sequence under a custom mask; `rows` runs every branch behind its own copy
-of the context, for attention kernels that know only causal masks. All give the same hidden states (algorithms.md, 3).
+of the context, for attention kernels that know only causal masks. `split` (split_attention.py) and `flex`
+(block_masks.py) run the tree without a (T x T) mask. All give the same hidden states (algorithms.md, 3).
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from openrlhf_ebft.core.tree_batch import TreeBatch
 
-AttentionMode = Literal["sdpa", "eager", "rows", "split"]
+AttentionMode = Literal["sdpa", "eager", "rows", "split", "flex"]
 MaskKind = Literal["boolean", "additive"]
 
 

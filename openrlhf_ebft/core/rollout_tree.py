@@ -183,8 +183,7 @@ class RolloutTree:
     @cached_property
     def pruned_predictors(self) -> Tensor:
         """(B,) `predictors` as indices into the tree `without_last_tokens`."""
-        before = torch.where(self.step_of_token == 0, 0, self.branch_of_token)  # tokens that are missing there
-        return self.predictors - before
+        return self.predictors - torch.where(self.step_of_token == 0, 0, self.branch_of_token)
 
     @cached_property
     def supervised_tokens(self) -> Tensor:
@@ -194,18 +193,23 @@ class RolloutTree:
         has_predictor[1:] = documents[1:] == documents[:-1]
         return torch.nonzero(self.reference.loss_mask & has_predictor).flatten()
 
+    @cached_property
+    def reference_limits(self) -> Tensor:
+        """(T,) how many reference tokens, counted from the first, each token may attend to at most."""
+        return torch.cat([self._arange(1, self.num_reference_tokens + 1), self.anchor_of_token])
+
+    @cached_property
+    def branch_numbers(self) -> Tensor:
+        """(T,) branch of each token; -1 for reference tokens."""
+        return torch.cat([torch.full_like(self.reference.token_ids, -1), self.branch_of_token])
+
     def allowed(self) -> Tensor:
         """(T, T) bool: may query token (row) attend to key token (column)? algorithms.md, sections 2 and 3."""
-        size, num_reference = len(self), self.num_reference_tokens
-        index = self._arange(size)
-        limit = torch.cat([self._arange(1, num_reference + 1), self.anchor_of_token])
-        on_reference = (index[None, :] < limit[:, None]) & (index[None, :] < num_reference)
-        branch = torch.cat([torch.full((num_reference,), -1, device=self.device), self.branch_of_token])
-        own_branch = (branch[:, None] == branch[None, :]) & (branch[:, None] >= 0) & (index[None, :] <= index[:, None])
-        mask = on_reference | own_branch
+        index, branch = self._arange(len(self)), self.branch_numbers
+        mask = (index < self.reference_limits[:, None]) & (branch < 0)
+        mask |= (branch[:, None] == branch) & (index <= index[:, None])
         if self.reference.document_ids is not None:
-            documents = self.document_of_token
-            mask &= documents[:, None] == documents[None, :]
+            mask &= self.document_of_token[:, None] == self.document_of_token
         return mask
 
     def branch_indices(self, branch: int) -> Tensor:
@@ -228,8 +232,7 @@ class RolloutTree:
         starts = (torch.cumsum(lengths, 0) - lengths).view_as(self.branch_lengths) + self.num_reference_tokens
         first = torch.cat([starts, anchors[:, None]], dim=1)  # (A, n+1) tree index of each row's first own token
         completion = (step >= 0) & (step < own[..., None])  # (A, n+1, L)
-        indices = torch.where(step < 0, column, first[..., None] + step)
-        valid = completion | (step < 0)
+        valid, indices = completion | (step < 0), torch.where(step < 0, column, first[..., None] + step)
         return GroupGrid(indices.where(valid, 0), completion, valid)
 
 

@@ -20,14 +20,17 @@ def communication_backend(device: torch.device) -> str:
 def plain_attention(mode: str, device: torch.device) -> str:
     """transformers' attention implementation to load a model with, for a value of model.attention.
 
-    Rows are plain causal sequences: flash-attn where it can run. Split attention replaces the one that was loaded.
+    Rows are plain causal sequences: flash-attn where it can run. Split and flex attention replace the one that was
+    loaded. Raises ValueError for flex on the CPU, where its kernels have no backward pass.
     """
+    if mode == "flex" and device.type == "cpu":
+        raise ValueError("model.attention = flex needs a GPU, but this process has none: set it to split or sdpa")
     if mode == "rows" and device.type == "cuda":
         from transformers.utils import is_flash_attn_2_available
 
         if is_flash_attn_2_available():
             return "flash_attention_2"
-    return "sdpa" if mode in ("rows", "split") else mode
+    return "sdpa" if mode in ("rows", "split", "flex") else mode
 
 
 def set_compute_threads(threads: int) -> int:

@@ -15,7 +15,7 @@ from openrlhf_ebft.core.rollout_tree import GroupGrid, RolloutTree
 from openrlhf_ebft.core.tree_batch import TreeBatch
 from openrlhf_ebft.models.feature_network import FeatureNetwork
 from openrlhf_ebft.models.split_attention import IMPLEMENTATION, require_split_attention
-from openrlhf_ebft.models.tree_forward import attention_spec, forward_tree
+from openrlhf_ebft.models.tree_forward import attention_spec, forward_tree, set_flex_attention
 
 ROW_METHODS = ("mean_pooling", "concat")
 """Pooling methods that look at the whole row, context included."""
@@ -43,6 +43,8 @@ class TreeFeatures:
             require_split_attention(backbone)
             backbone.set_attn_implementation(IMPLEMENTATION)
         elif self.mode != "rows":
+            if self.mode == "flex":
+                set_flex_attention(backbone)
             self.spec = attention_spec(network.config, backbone.config._attn_implementation)
 
     @torch.no_grad()

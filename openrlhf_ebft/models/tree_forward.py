@@ -7,14 +7,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PretrainedConfig
+from torch.nn.attention.flex_attention import BlockMask
+from transformers import PretrainedConfig, PreTrainedModel
 
 from openrlhf_ebft.core.attention import AttentionMode, AttentionSpec, MaskKind, attention_masks, unroll_rows
+from openrlhf_ebft.core.block_masks import tree_block_masks
 from openrlhf_ebft.core.split_attention import TreeSplit
 from openrlhf_ebft.core.tree_batch import TreeBatch
 from openrlhf_ebft.models.split_attention import BatchLayout, TreeLayout
 
-Masks = Tensor | dict[str, Tensor] | TreeLayout
+Masks = Tensor | BlockMask | dict[str, Tensor] | dict[str, BlockMask] | TreeLayout
 """What keeps tokens apart: a mask, masks by attention type, or the layout of split attention."""
 
 Backbone = Callable[[Tensor, Masks, Tensor], Tensor]
@@ -26,6 +28,16 @@ def mask_arguments(masks: Masks | None) -> dict[str, Any]:
     if isinstance(masks, TreeLayout):
         return {"tree_layout": masks}
     return {} if masks is None else {"attention_mask": masks}
+
+
+def set_flex_attention(model: PreTrainedModel) -> None:
+    """Makes the model attend through flex kernels. Raises ValueError for a model that transformers has none for."""
+    try:
+        model.set_attn_implementation("flex_attention")
+    except ValueError as error:
+        raise ValueError(
+            f"model type {model.config.model_type!r} does not take flex attention; set model.attention to sdpa or rows"
+        ) from error
 
 
 def attention_spec(config: PretrainedConfig, implementation: str) -> AttentionSpec:
@@ -62,7 +74,7 @@ def forward_tree(
     Args:
         backbone: the model's blocks, without its head.
         batch: trees on any device; moved nowhere.
-        mode: `sdpa`, `eager` and `split` run the tree in one sequence, `rows` one causal row for each branch.
+        mode: `rows` runs one causal row for each branch, all others run the tree in one sequence.
         spec: what masks the model's attention expects; None in `split`, which has none.
         dtype: dtype of additive masks.
     """
@@ -70,6 +82,8 @@ def forward_tree(
         return backbone(batch.input_ids, BatchLayout(TreeSplit.from_batch(batch)), batch.position_ids)
     if spec is None:
         raise ValueError(f"attention mode {mode} needs an attention spec")
+    if mode == "flex":
+        return backbone(batch.input_ids, tree_block_masks(batch, spec), batch.position_ids)
     if mode != "rows":
         masks = attention_masks(batch.allowed(), batch.position_ids, spec, dtype)
         return backbone(batch.input_ids, masks, batch.position_ids)
