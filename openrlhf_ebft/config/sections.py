@@ -6,6 +6,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
+from openrlhf_ebft.config.lora import LoRAConfig
 from openrlhf_ebft.config.section import EmbedMethod, Fraction, Precision, Section
 from openrlhf_ebft.config.training_sections import DeepSpeedConfig, OptimizerConfig, PolicyConfig
 
@@ -106,6 +107,11 @@ class RolloutConfig(Section):
 class FeatureConfig(Section):
     """The frozen feature network and how its hidden states become one embedding per completion."""
 
+    source: Literal["separate", "policy_base"] = Field(
+        "separate",
+        description="separate: actors with a model of their own; policy_base: the trainer's own base model with its "
+        "adapters switched off (lora.rank), no second copy",
+    )
     path: str | None = Field(None, description="feature network's folder or name; default: model.path")
     dtype: Precision | None = Field(None, description="precision of the feature network; default: model.dtype")
     layer_fractions: tuple[Annotated[float, Field(gt=0.0, le=1.0)], ...] = Field(
@@ -197,6 +203,7 @@ class EBFTConfig(Section):
     policy: PolicyConfig = Field(default_factory=PolicyConfig)
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
     deepspeed: DeepSpeedConfig = Field(default_factory=DeepSpeedConfig)
+    lora: LoRAConfig = Field(default_factory=LoRAConfig)
     placement: PlacementConfig = Field(default_factory=PlacementConfig)
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
     evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig)

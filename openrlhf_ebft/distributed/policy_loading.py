@@ -9,8 +9,10 @@ from torch import nn
 from transformers.integrations import HfDeepSpeedConfig
 
 from openrlhf_ebft.config.sections import EBFTConfig
+from openrlhf_ebft.core.seeding import derive_seed
 from openrlhf_ebft.distributed.device import plain_attention
 from openrlhf_ebft.models.loading import DTYPES, load_causal_lm
+from openrlhf_ebft.models.lora import add_adapters
 from openrlhf_ebft.models.policy import PolicyModel
 
 
@@ -28,6 +30,9 @@ def load_policy(config: EBFTConfig, deepspeed_settings: dict[str, Any], device: 
     )
     del sharding
     disable_dropout(model)
+    adapters = None
+    if config.lora.is_on:  # after that, since lora.dropout is asked for
+        adapters = add_adapters(model, config.lora, seed=derive_seed(config.seed, "lora"))
     if config.policy.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     return PolicyModel(
@@ -36,6 +41,7 @@ def load_policy(config: EBFTConfig, deepspeed_settings: dict[str, Any], device: 
         temperature=config.rollout.temperature or 1.0,
         chunk_tokens=config.policy.logprob_chunk_tokens,
         with_entropy=config.policy.entropy_coef > 0,
+        adapters=adapters,
     )
 
 

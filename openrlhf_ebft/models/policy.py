@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from openrlhf_ebft.core.attention import AttentionMode
 from openrlhf_ebft.core.logprobs import Predictions, chunked_logprobs
 from openrlhf_ebft.core.tree_batch import TreeBatch
+from openrlhf_ebft.models.lora import LoRAAdapters
 from openrlhf_ebft.models.split_attention import IMPLEMENTATION, require_split_attention
 from openrlhf_ebft.models.tree_forward import Masks, attention_spec, forward_tree, mask_arguments, set_flex_attention
 
@@ -36,6 +37,7 @@ class PolicyModel(nn.Module):
         temperature: float,
         chunk_tokens: int,
         with_entropy: bool = True,
+        adapters: LoRAAdapters | None = None,
     ) -> None:
         """
         Args:
@@ -44,6 +46,7 @@ class PolicyModel(nn.Module):
             temperature: that of sampling.
             chunk_tokens: bounds how many tokens' logits exist at one time.
             with_entropy: entropies carry gradients; without, they only can be looked at, which costs less.
+            adapters: those inside `model`, if it has some.
         """
         super().__init__()
         self.model = model
@@ -51,6 +54,7 @@ class PolicyModel(nn.Module):
         self.temperature = temperature
         self.chunk_tokens = chunk_tokens
         self.with_entropy = with_entropy
+        self.adapters = adapters
         self.spec = None
         if mode == "split":
             require_split_attention(model)
