@@ -22,7 +22,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from transformers import AutoTokenizer, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from openrlhf_ebft.config.sections import FeatureConfig
 from openrlhf_ebft.core.anchors import StrideSettings, strided_anchors
@@ -182,7 +182,8 @@ def measure(arguments: argparse.Namespace) -> dict[str, float]:
     dtype = DTYPES[arguments.dtypes[0]]
     torch.set_num_threads(arguments.threads)
     reference = document(arguments.model, size)
-    model = load_causal_lm(arguments.model, dtype=dtype).eval()
+    load = AutoModelForCausalLM.from_pretrained if way == "straightforward" else load_causal_lm
+    model = load(arguments.model, dtype=dtype).eval()
     features = None
     if way == "ours" and part == "features":
         network = load_feature_network(arguments.model, FRACTIONS, dtype)

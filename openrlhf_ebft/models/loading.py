@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from openrlhf_ebft.core.cpu_linear import use_onednn_linears
+
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -44,4 +46,5 @@ def load_causal_lm(
         name, dtype=dtype, attn_implementation=attention, trust_remote_code=trust_remote_code, **extra
     )
     model.config.use_cache = False
+    use_onednn_linears(model)
     return model

@@ -17,6 +17,8 @@ from transformers import (
 from transformers.modeling_layers import GenericForSequenceClassification
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, MODEL_MAPPING
 
+from openrlhf_ebft.core.cpu_linear import use_onednn_linears
+
 _TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -111,6 +113,7 @@ def load_sequence_classifier(
         )
     if device is not None:
         model = model.to(device)
+    use_onednn_linears(model)
     if Path(model_id).is_dir() and not has_tokenizer(Path(model_id)):
         return model.eval(), None
     tokenizer = load_tokenizer(model_id, **hub)

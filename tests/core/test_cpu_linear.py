@@ -1,0 +1,67 @@
+"""Linear layers through oneDNN against float64."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from openrlhf_ebft.core.cpu_linear import OneDNNLinear, has_onednn_linear, use_onednn_linears
+
+pytestmark = pytest.mark.skipif(not has_onednn_linear(), reason="this processor or PyTorch has no such kernel")
+
+
+def layers(bias):
+    torch.manual_seed(0)
+    plain = nn.Linear(48, 72, bias=bias)
+    fast = copy.deepcopy(plain)
+    assert use_onednn_linears(fast) == 1
+    return plain.double(), fast
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("shape", [(3, 5, 48), (7, 48), (8, 48), (1, 300, 48), (48,), (0, 48), (2, 0, 48)])
+def test_results_and_gradients_equal_those_in_float64(bias, shape):
+    plain, fast = layers(bias)
+    values = torch.randn(shape, dtype=torch.float64)
+    weights = torch.randn(*shape[:-1], 72, dtype=torch.float64)
+    inputs = [values.clone().requires_grad_(), values.float().requires_grad_()]
+    for module, given in zip((plain, fast), inputs, strict=True):
+        (module(given) * weights.to(given.dtype)).sum().backward()
+    torch.testing.assert_close(fast(inputs[1]).double(), plain(inputs[0]), atol=1e-5, rtol=1e-5)
+    for ours, exact in zip((inputs[1], *fast.parameters()), (inputs[0], *plain.parameters()), strict=True):
+        torch.testing.assert_close(ours.grad.double(), exact.grad, atol=1e-4, rtol=1e-5)
+
+
+def test_rows_of_any_layout_are_read_right():
+    plain, fast = layers(True)
+    transposed = torch.randn(48, 40, dtype=torch.float64).t()
+    expanded = torch.randn(1, 48, dtype=torch.float64).expand(20, -1)
+    sliced = torch.randn(40, 96, dtype=torch.float64)[:, ::2]
+    for values in (transposed, expanded, sliced):
+        torch.testing.assert_close(fast(values.float()).double(), plain(values), atol=1e-5, rtol=1e-5)
+
+
+def test_frozen_weights_get_no_gradient_and_the_input_does():
+    _, fast = layers(True)
+    fast.requires_grad_(False)
+    values = torch.randn(20, 48, requires_grad=True)
+    fast(values).sum().backward()
+    assert fast.weight.grad is None
+    assert fast.bias.grad is None
+    torch.testing.assert_close(values.grad, fast.weight.sum(0).expand(20, -1))
+
+
+def test_other_precisions_and_subclasses_are_left_alone():
+    class Special(nn.Linear):
+        pass
+
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4).bfloat16(), Special(4, 4))
+    assert use_onednn_linears(model) == 1
+    assert [type(module) for module in model] == [OneDNNLinear, nn.Linear, Special]
+    values = torch.randn(10, 4)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert model[0](values).dtype == torch.bfloat16
+    assert model[0].bfloat16()(values.bfloat16()).dtype == torch.bfloat16
