@@ -51,7 +51,11 @@ def connect(config: EBFTConfig) -> None:
     Raises:
         PlacementError: no cluster answers at the address, or it refuses this program.
     """
-    address = config.placement.ray_address or os.environ.get("RAY_ADDRESS") or None
+    join(config.placement.ray_address or os.environ.get("RAY_ADDRESS") or None)
+
+
+def join(address: str | None) -> None:
+    """Joins the cluster at `address`, or starts a local one for None; raises as `connect`."""
     if address is not None:
         _require_answer(address)
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -66,6 +70,15 @@ def connect(config: EBFTConfig) -> None:
     except (ConnectionError, RuntimeError, ValueError) as error:
         where = f"the Ray cluster {address} could not be joined" if address else "a local Ray could not be started"
         raise PlacementError(f"{where}: {error}") from error
+
+
+def ask_free_nodes(address: str) -> list[NodeResources]:
+    """Joins a running cluster for as long as it takes to ask what its nodes have left; raises as `connect`."""
+    join(address)
+    try:
+        return free_nodes()
+    finally:
+        ray.shutdown()
 
 
 def _require_answer(address: str) -> None:

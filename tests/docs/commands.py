@@ -15,7 +15,7 @@ from openrlhf_ebft.config.reward_training import RewardConfig
 from openrlhf_ebft.config.sections import EBFTConfig
 
 ROOT = Path(__file__).parents[2]
-CONFIGURED = {"train": EBFTConfig, "evaluate": EBFTConfig, "train-reward": RewardConfig}
+CONFIGURED = {"train": EBFTConfig, "doctor": EBFTConfig, "evaluate": EBFTConfig, "train-reward": RewardConfig}
 
 
 def shell_commands(page: Path) -> list[list[str]]:
