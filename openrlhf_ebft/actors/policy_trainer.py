@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import socket
 from collections.abc import Sequence
@@ -20,7 +19,7 @@ from openrlhf_ebft.actors.restarts import Crew
 from openrlhf_ebft.actors.waiting import ActorError, wait_for
 from openrlhf_ebft.config.sections import EBFTConfig
 from openrlhf_ebft.core.rollout_tree import RolloutTree
-from openrlhf_ebft.core.step_batch import StepCounts, TrainItem, count_step, split_by_load
+from openrlhf_ebft.core.step_batch import StepCounts, TrainItem, count_step, deal_passes, split_by_load
 from openrlhf_ebft.core.update_plan import combine_updates, plan_updates
 from openrlhf_ebft.distributed.device import set_compute_threads
 from openrlhf_ebft.distributed.native_transfer import EngineCall, EngineFleet, NamedTensorSource, NativeSender
@@ -60,16 +59,15 @@ class PolicyTrainerActor:
 
     def train_step(
         self,
-        items: Sequence[TrainItem],
+        passes: Sequence[Sequence[TrainItem]],
         counts: StepCounts,
-        num_micro_batches: int,
         objective: Objective,
         filler: TrainItem,
     ) -> dict[str, float]:
-        return self._trainer.train_step(items, counts, num_micro_batches, objective, filler)
+        return self._trainer.train_step(passes, counts, objective, filler)
 
-    def branch_logprobs(self, items: Sequence[TrainItem], num_micro_batches: int, filler: TrainItem) -> list[Tensor]:
-        return self._trainer.branch_logprobs(items, num_micro_batches, filler)
+    def branch_logprobs(self, passes: Sequence[Sequence[TrainItem]], filler: TrainItem) -> list[Tensor]:
+        return self._trainer.branch_logprobs(passes, filler)
 
     def score(self, trees: Sequence[RolloutTree], num_passes: int, filler: RolloutTree) -> list[SupervisedScore]:
         return self._trainer.score(trees, num_passes, filler)
@@ -119,6 +117,10 @@ class PolicyTrainerActor:
 
 def _bounded_call(engine: Any, timeout_s: float) -> EngineCall:
     return lambda method, argument: ray.get(engine.transfer.remote(method, argument), timeout=timeout_s)
+
+
+def _pick(items: Sequence[TrainItem], passes: Sequence[Sequence[int]]) -> list[list[TrainItem]]:
+    return [[items[number] for number in numbers] for numbers in passes]
 
 
 class PolicyTrainerGroup:
@@ -171,30 +173,30 @@ class PolicyTrainerGroup:
 
     def branch_logprobs(self, items: Sequence[TrainItem]) -> list[Tensor]:
         """Log-probabilities (B,) of each tree's completions under the present policy, float32 on the CPU."""
-        parts, passes, smallest = self._deal(items)
+        dealt, smallest = self._deal(items)
         calls = [
-            rank.branch_logprobs.remote([items[i] for i in part], passes, smallest)
-            for rank, part in zip(self._ranks, parts, strict=True)
+            rank.branch_logprobs.remote(_pick(items, passes), smallest)
+            for rank, passes in zip(self._ranks, dealt, strict=True)
         ]
         results = self._wait("log-probabilities", calls)
         logprobs: dict[int, Tensor] = {}
-        for part, result in zip(parts, results, strict=True):
-            logprobs.update(zip(part, result, strict=True))
+        for passes, result in zip(dealt, results, strict=True):
+            logprobs.update(zip((number for numbers in passes for number in numbers), result, strict=True))
         return [logprobs[number] for number in range(len(items))]
 
-    def _deal(self, items: Sequence[TrainItem]) -> tuple[list[list[int]], int, TrainItem]:
-        """Item numbers of each rank, passes that every rank runs, and the item that fills up short ranks."""
-        parts = split_by_load([len(item.tree) for item in items], len(self._ranks))
-        passes = max(math.ceil(len(part) / self._config.policy.micro_batch_size) for part in parts)
-        return parts, passes, min(items, key=lambda item: len(item.tree))
+    def _deal(self, items: Sequence[TrainItem]) -> tuple[list[list[list[int]]], TrainItem]:
+        """Item numbers of every rank's passes, and the item that fills up empty passes."""
+        policy, sizes = self._config.policy, [len(item.tree) for item in items]
+        limits = {"micro_batch_size": policy.micro_batch_size, "max_tokens": policy.max_tokens_per_micro_batch}
+        return deal_passes(sizes, len(self._ranks), **limits), min(items, key=lambda item: len(item.tree))
 
     def train_step(self, items: Sequence[TrainItem], objective: Objective) -> dict[str, float]:
         """One optimizer step over all items, dealt out by size; metrics of the whole step."""
         counts = count_step([item.tree for item in items])
-        parts, passes, smallest = self._deal(items)
+        dealt, smallest = self._deal(items)
         calls = [
-            rank.train_step.remote([items[i] for i in part], counts, passes, objective, smallest)
-            for rank, part in zip(self._ranks, parts, strict=True)
+            rank.train_step.remote(_pick(items, passes), counts, objective, smallest)
+            for rank, passes in zip(self._ranks, dealt, strict=True)
         ]
         results = self._wait("train", calls)
         self.version += int(results[0]["applied"])

@@ -46,11 +46,20 @@ def _one_warmup(config: EBFTConfig) -> Iterator[str]:
         )
 
 
+def _one_size_of_micro_batches(config: EBFTConfig) -> Iterator[str]:
+    policy = config.policy
+    if policy.max_tokens_per_micro_batch is not None and policy.micro_batch_size > 1:
+        yield (
+            f"policy.micro_batch_size = {policy.micro_batch_size} and policy.max_tokens_per_micro_batch = "
+            f"{policy.max_tokens_per_micro_batch} are two sizes of a micro-batch: leave one of them out"
+        )
+
+
 def _note_single_update(config: EBFTConfig) -> Iterator[str]:
     policy = config.policy
     if policy.loss != "reinforce" and policy.updates_per_batch == 1:
         yield (f"policy.loss = {policy.loss} with policy.updates_per_batch = 1 has ratios of 1: the same as reinforce")
 
 
-POLICY_RULES = (_updates_have_a_loss, _clips_have_a_ratio, _one_warmup)
+POLICY_RULES = (_updates_have_a_loss, _clips_have_a_ratio, _one_warmup, _one_size_of_micro_batches)
 POLICY_NOTES = (_note_single_update,)

@@ -23,6 +23,12 @@ class PolicyConfig(Section):
     epochs: int = Field(1, ge=1, description="passes over the training rows when max_steps is not set")
     prompts_per_step: int = Field(16, ge=1, description="references of one optimizer step, over all ranks")
     micro_batch_size: int = Field(1, ge=1, description="references of one forward and backward pass on one rank")
+    max_tokens_per_micro_batch: int | None = Field(
+        None,
+        ge=1,
+        description="tokens of one forward and backward pass on one rank, padding included; trees are packed under it, "
+        "a larger one is a pass of its own; default: policy.micro_batch_size counts",
+    )
     sft_warmup_steps: int = Field(0, ge=0, description="supervised steps on the ground truth before EBFT")
     loss: Literal["reinforce", "ppo", "gspo"] = Field(
         "reinforce",

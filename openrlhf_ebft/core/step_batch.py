@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -72,14 +73,62 @@ def split_by_load(loads: Sequence[int], parts: int) -> list[list[int]]:
     return [sorted(part) for part in dealt]
 
 
-def micro_batches(items: Sequence[TrainItem], size: int, count: int) -> list[list[TrainItem]]:
-    """Cuts a rank's items into `count` micro-batches of at most `size`; the last ones may be empty.
+def deal_passes(
+    sizes: Sequence[int], ranks: int, *, micro_batch_size: int, max_tokens: int | None = None
+) -> list[list[list[int]]]:
+    """Item numbers of every pass of every rank: [rank][pass][item]. Every item is in one pass.
 
-    Every rank must run the same number of passes, or collective operations would wait for ever.
+    All ranks get the same number of passes, some of which may be empty: a rank with fewer would leave the others
+    waiting in a collective operation.
+
+    Args:
+        sizes: tokens of each item, at least one item.
+        ranks: trainer ranks.
+        micro_batch_size: items of a pass, where `max_tokens` is None.
+        max_tokens: padded tokens of a pass (items times the longest); an item above it is a pass of its own.
     """
-    if len(items) > size * count:
-        raise ValueError(f"{len(items)} trees do not fit {count} micro-batches of {size}")
-    return [list(items[i * size : (i + 1) * size]) for i in range(count)]
+    if max_tokens is None:
+        parts = split_by_load(sizes, ranks)
+        count = max(math.ceil(len(part) / micro_batch_size) for part in parts)
+        starts = range(0, count * micro_batch_size, micro_batch_size)
+        return [[part[start : start + micro_batch_size] for start in starts] for part in parts]
+    passes = _fill_passes(sizes, max_tokens)
+    count = math.ceil(len(passes) / ranks)
+    _split_heaviest(passes, sizes, count * ranks)
+    loads = [_padded(items, sizes) for items in passes]
+    dealt: list[list[list[int]]] = [[] for _ in range(ranks)]
+    totals = [0] * ranks
+    for number in sorted(range(len(passes)), key=lambda i: (-loads[i], i)):
+        open_ranks = [rank for rank in range(ranks) if len(dealt[rank]) < count]
+        lightest = min(open_ranks, key=lambda rank: (totals[rank], len(dealt[rank]), rank))
+        totals[lightest] += loads[number]
+        dealt[lightest].append(sorted(passes[number]))
+    return [own + [[]] * (count - len(own)) for own in dealt]
+
+
+def _padded(items: Sequence[int], sizes: Sequence[int]) -> int:
+    """Tokens of a pass, padding included."""
+    return len(items) * max(sizes[item] for item in items)
+
+
+def _fill_passes(sizes: Sequence[int], max_tokens: int) -> list[list[int]]:
+    """Items longest first, so that those of a pass are alike and little is padding; as many a pass as fit."""
+    passes: list[list[int]] = []
+    for item in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
+        if passes and _padded([*passes[-1], item], sizes) <= max_tokens:
+            passes[-1].append(item)
+        else:
+            passes.append([item])
+    return passes
+
+
+def _split_heaviest(passes: list[list[int]], sizes: Sequence[int], wanted: int) -> None:
+    """Cuts passes in two, heaviest first, until there are `wanted` or none holds two items."""
+    while len(passes) < wanted and any(len(items) > 1 for items in passes):
+        items = max((items for items in passes if len(items) > 1), key=lambda items: _padded(items, sizes))
+        cut = min(range(1, len(items)), key=lambda i: max(_padded(items[:i], sizes), _padded(items[i:], sizes)))
+        passes[passes.index(items)] = items[:cut]
+        passes.append(items[cut:])
 
 
 def without_advantages(tree: RolloutTree) -> TrainItem:

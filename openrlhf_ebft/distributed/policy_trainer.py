@@ -18,7 +18,7 @@ from openrlhf_ebft.config.sections import EBFTConfig
 from openrlhf_ebft.core.clipped_losses import ClipRange
 from openrlhf_ebft.core.loss_terms import CompletionTokens, LossSettings, policy_terms, supervised_loss
 from openrlhf_ebft.core.rollout_tree import RolloutTree
-from openrlhf_ebft.core.step_batch import StepCounts, TrainItem, micro_batches
+from openrlhf_ebft.core.step_batch import StepCounts, TrainItem
 from openrlhf_ebft.core.tree_batch import TreeBatch
 from openrlhf_ebft.distributed.deepspeed_config import deepspeed_config
 from openrlhf_ebft.distributed.device import communication_backend, local_device
@@ -101,20 +101,19 @@ class PolicyTrainer:
 
     def train_step(
         self,
-        items: Sequence[TrainItem],
+        passes: Sequence[Sequence[TrainItem]],
         counts: StepCounts,
-        num_micro_batches: int,
         objective: Objective,
         filler: TrainItem,
     ) -> dict[str, float]:
         """Forward, backward and one optimizer step over this rank's share of the batch.
 
         Args:
-            items: this rank's trees; may be fewer than those of other ranks.
+            passes: this rank's trees, one forward and backward pass after the other; as many on every rank, empty
+                ones included.
             counts: denominators over the whole batch, equal on all ranks.
-            num_micro_batches: passes to run, equal on all ranks.
             objective: `ebft` (REINFORCE plus cross-entropy) or `sft` (cross-entropy alone).
-            filler: an item for passes without any of this rank's own; it gets weight zero.
+            filler: an item for empty passes; it gets weight zero.
 
         Returns:
             This rank's share of each loss term and metric (they add up over ranks), and `applied`, `grad_norm`,
@@ -124,7 +123,7 @@ class PolicyTrainer:
         self.engine.train()
         learning_rate = self.engine.optimizer.param_groups[0]["lr"]
         totals: dict[str, float] = {}
-        for chunk in micro_batches(items, self.config.policy.micro_batch_size, num_micro_batches):
+        for chunk in passes:
             used = chunk or [filler]
             batch = TreeBatch.collate([item.tree for item in used]).to(self.device)
             terms = self._loss_terms(self._forward(batch), batch, used, counts, objective)
@@ -182,15 +181,14 @@ class PolicyTrainer:
         return True, norm
 
     @torch.no_grad()
-    def branch_logprobs(self, items: Sequence[TrainItem], num_micro_batches: int, filler: TrainItem) -> list[Tensor]:
+    def branch_logprobs(self, passes: Sequence[Sequence[TrainItem]], filler: TrainItem) -> list[Tensor]:
         """Log-probabilities (B,) of each of this rank's trees' completions, float32 on the CPU; collective.
 
-        Takes the items in the passes that `train_step` would make of them, so that an update on them starts with
-        ratios of 1 to the bit.
+        With the passes of `train_step`, an update on them starts with ratios of 1 to the bit.
         """
         self.engine.eval()
         results: list[Tensor] = []
-        for chunk in micro_batches(items, self.config.policy.micro_batch_size, num_micro_batches):
+        for chunk in passes:
             trees = [item.tree for item in chunk or [filler]]
             logprobs = self._forward(TreeBatch.collate(trees).to(self.device)).branch.cpu()
             results += logprobs.split([tree.branch_tokens.numel() for tree in trees])[: len(chunk)]

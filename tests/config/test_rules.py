@@ -54,6 +54,10 @@ REJECTED = [
         ["policy.max_steps=3", "optimizer.warmup_steps=9", "policy.loss=ppo", "policy.updates_per_batch=2"],
         ["= 9", "policy.updates_per_batch = 2", "6 or less"],
     ),
+    (
+        ["policy.micro_batch_size=2", "policy.max_tokens_per_micro_batch=512", "policy.prompts_per_step=4"],
+        ["policy.micro_batch_size = 2", "policy.max_tokens_per_micro_batch = 512", "leave one of them out"],
+    ),
     (["policy.updates_per_batch=2"], ["policy.updates_per_batch = 2", "policy.loss = reinforce", "ppo or gspo"]),
     (
         ["policy.loss=gspo", "policy.updates_per_batch=3", "policy.mini_batches=2"],

@@ -27,8 +27,9 @@ def make_item(seed: int, *, empty: bool) -> TrainItem:
 def train(config: EBFTConfig, items: list[TrainItem], target: Path) -> dict[str, float]:
     trainer = PolicyTrainer(config, total_steps=1)
     counts = count_step([item.tree for item in items])
-    passes = len(items) // config.policy.micro_batch_size
-    metrics = trainer.train_step(items, counts, passes, "ebft", items[0])
+    size = config.policy.micro_batch_size
+    passes = [items[start : start + size] for start in range(0, len(items), size)]
+    metrics = trainer.train_step(passes, counts, "ebft", items[0])
     save_file({key: tensor.clone() for key, tensor in trainer.named_weights()}, target)
     return metrics
 

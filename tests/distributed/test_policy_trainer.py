@@ -17,11 +17,15 @@ from tests.tiny_models import tiny_llama
 ONE_RANK = {
     "whole": {"micro_batch_size": 4},
     "micro": {"micro_batch_size": 1},
+    "tokens": {"max_tokens": 40},  # of trees of 12 to 24: two or three passes, one of them full
+    "tokens_small": {"max_tokens": 1},  # every tree is above it
     "checkpointed": {"micro_batch_size": 2, "gradient_checkpointing": True},
     "zero2": {"zero_stage": 2},
     "bf16": {"dtype": "bfloat16"},
 }
 TWO_RANKS = {f"ranks_zero{stage}": {"zero_stage": stage, "num_ranks": 2} for stage in range(4)} | {
+    "ranks_tokens": {"max_tokens": 60, "num_ranks": 2},
+    "ranks_tokens_zero3": {"max_tokens": 45, "num_ranks": 2, "zero_stage": 3},
     "ranks_micro2": {"micro_batch_size": 2, "num_ranks": 2},
     "ranks_bf16": {"dtype": "bfloat16", "num_ranks": 2, "zero_stage": 1},
 }

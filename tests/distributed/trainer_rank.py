@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import sys
 from pathlib import Path
 
@@ -12,9 +11,9 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 
 from openrlhf_ebft.config.sections import EBFTConfig
-from openrlhf_ebft.core.step_batch import TrainItem, count_step, split_by_load
+from openrlhf_ebft.core.step_batch import TrainItem, count_step
 from openrlhf_ebft.distributed.policy_trainer import PolicyTrainer
-from tests.distributed.trainer_steps import STEPS, make_config, step_items
+from tests.distributed.trainer_steps import STEPS, make_config, rank_passes, step_items
 
 
 def run_variant(config: EBFTConfig, poisoned_step: int | None) -> tuple[PolicyTrainer, list[dict[str, float]]]:
@@ -26,11 +25,8 @@ def run_variant(config: EBFTConfig, poisoned_step: int | None) -> tuple[PolicyTr
         if step == poisoned_step:
             items[0] = TrainItem(items[0].tree, torch.full_like(items[0].advantages, float("nan")))
         counts = count_step([item.tree for item in items])
-        parts = split_by_load([len(item.tree) for item in items], trainer.world_size)
-        passes = max(math.ceil(len(part) / config.policy.micro_batch_size) for part in parts)
-        mine = [items[i] for i in parts[trainer.rank]]
         objective = "sft" if step == 0 else "ebft"
-        metrics.append(trainer.train_step(mine, counts, passes, objective, items[0]))
+        metrics.append(trainer.train_step(rank_passes(items, trainer), counts, objective, items[0]))
         changed = [not torch.equal(before[key], tensor) for key, tensor in trainer.named_weights()]
         metrics[-1]["changed"] = float(any(changed))
     return trainer, metrics

@@ -7,7 +7,8 @@ from pathlib import Path
 import torch
 
 from openrlhf_ebft.config.sections import EBFTConfig
-from openrlhf_ebft.core.step_batch import TrainItem
+from openrlhf_ebft.core.step_batch import TrainItem, deal_passes
+from openrlhf_ebft.distributed.policy_trainer import PolicyTrainer
 from tests.trees import make_reference, make_tree
 
 STEPS = 3
@@ -24,6 +25,7 @@ def make_config(
     *,
     zero_stage: int = 0,
     micro_batch_size: int = 1,
+    max_tokens: int | None = None,
     dtype: str = "float32",
     gradient_checkpointing: bool = False,
     num_ranks: int = 1,
@@ -36,6 +38,7 @@ def make_config(
         policy={
             "prompts_per_step": len(SHAPES),
             "micro_batch_size": micro_batch_size,
+            "max_tokens_per_micro_batch": max_tokens,
             "num_ranks": num_ranks,
             "ce_coef": 0.1,
             "entropy_coef": 0.01,
@@ -51,6 +54,18 @@ def make_config(
         },
         deepspeed={"zero_stage": zero_stage},
     )
+
+
+def rank_passes(items: list[TrainItem], trainer: PolicyTrainer) -> list[list[TrainItem]]:
+    """What the trainer's group would give to this rank."""
+    policy, sizes = trainer.config.policy, [len(item.tree) for item in items]
+    dealt = deal_passes(
+        sizes,
+        trainer.world_size,
+        micro_batch_size=policy.micro_batch_size,
+        max_tokens=policy.max_tokens_per_micro_batch,
+    )
+    return [[items[i] for i in numbers] for numbers in dealt[trainer.rank]]
 
 
 def step_items(step: int) -> list[TrainItem]:
