@@ -141,6 +141,17 @@ def _data_is_read(config: EBFTConfig) -> Iterator[str]:
             f"data.chat_template = {data.chat_template} is used only with chat rows, but data.messages_column = null "
             "and data.apply_chat_template = false: set one of them"
         )
+    if data.turns == "all":
+        if data.messages_column is None:
+            yield (
+                "data.turns = all needs chats, but data.messages_column = null: name their column, or set data.turns "
+                "to last"
+            )
+        if data.over_long_prompt == "truncate_left":
+            yield (
+                "data.over_long_prompt = truncate_left would cut through the turns of data.turns = all: set "
+                "data.over_long_prompt to skip or error, or data.turns to last"
+            )
     if data.heldout_fraction == 1:
         yield "data.heldout_fraction = 1 leaves no training rows: set data.heldout_fraction below 1 (0.05)"
 

@@ -40,7 +40,11 @@ class DataConfig(Section):
     prompt_column: str = Field("prompt", description="column with the prompt text")
     ground_truth_column: str = Field("ground_truth", description="column with the ground-truth completion text")
     messages_column: str | None = Field(
-        None, description="column with chat messages; the last assistant turn is the ground truth"
+        None, description="column with chat messages; assistant turns are the ground truths (data.turns)"
+    )
+    turns: Literal["last", "all"] = Field(
+        "last",
+        description="which assistant turns of a chat are ground truths: the last one, or all, each with its own anchor",
     )
     apply_chat_template: bool = Field(False, description="wrap plain prompts as a user turn of the chat template")
     chat_template: str | None = Field(None, description="file with a Jinja chat template that replaces the tokenizer's")

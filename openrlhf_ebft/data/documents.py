@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from openrlhf_ebft.config.sections import DataConfig
-from openrlhf_ebft.data.errors import DataError
-from openrlhf_ebft.data.examples import RowFault, row_text
+from openrlhf_ebft.data.errors import DataError, RowFault
+from openrlhf_ebft.data.examples import row_text
 from openrlhf_ebft.data.report import DataReport
 from openrlhf_ebft.data.rows import Row
 from openrlhf_ebft.data.sources import read_rows

@@ -12,13 +12,13 @@ from transformers import PreTrainedTokenizerBase
 from openrlhf_ebft.config.sections import EBFTConfig
 from openrlhf_ebft.core.experience import Reference
 from openrlhf_ebft.data.documents import read_documents
-from openrlhf_ebft.data.errors import DataError
-from openrlhf_ebft.data.examples import Example, RowFault, make_examples
+from openrlhf_ebft.data.errors import DataError, RowFault
+from openrlhf_ebft.data.examples import Example, make_examples
 from openrlhf_ebft.data.report import DataReport
 from openrlhf_ebft.data.sources import read_rows
 from openrlhf_ebft.data.splitting import content_hash, is_heldout
-from openrlhf_ebft.data.strided import TokenSequence, cut_sequence, make_references
-from openrlhf_ebft.data.structured import PromptTokenizer, fit_lengths, make_reference
+from openrlhf_ebft.data.strided import TokenSequence, answered_sequence, cut_sequence, make_references
+from openrlhf_ebft.data.structured import PromptTokenizer, TurnIds, fit_turns, make_reference
 
 logger = logging.getLogger(__name__)
 
@@ -52,9 +52,9 @@ def _load_structured(
     train: list[Reference] = []
     heldout: list[Reference] = []
     seen: Counter[int] = Counter()
-    for row_hash, name, _, ids in _pairs(config, tokenizer, encoder, report, seen):
+    for row_hash, name, _, turns in _turns(config, tokenizer, encoder, report, seen):
         side = heldout if is_heldout(row_hash, config.data.heldout_fraction) else train
-        side.append(make_reference(name, *ids, config.rollout))
+        side.append(make_reference(name, turns, config.rollout))
     report.train_rows, report.heldout_rows = len(train), len(heldout)
     return train, heldout, seen
 
@@ -91,11 +91,10 @@ def _sequences(
     report: DataReport,
     seen: Counter[int],
 ) -> Iterator[tuple[int, str, TokenSequence]]:
-    """Yields (content hash, place, tokens) of every document, or of every prompt with its answer."""
+    """Yields (content hash, place, tokens) of every document, or of every prompt or chat with its answers."""
     if config.data.text_column is None:
-        for row_hash, name, place, (prompt, answer) in _pairs(config, tokenizer, encoder, report, seen):
-            ids = torch.tensor([*prompt, *answer])
-            yield row_hash, place, TokenSequence(name, ids, torch.arange(len(ids)) >= len(prompt))
+        for row_hash, name, place, turns in _turns(config, tokenizer, encoder, report, seen):
+            yield row_hash, place, answered_sequence(name, turns)
         return
     for place, text in read_documents(config.data, config.data.text_column, report):
         row_hash = content_hash(text, "")
@@ -103,20 +102,20 @@ def _sequences(
         yield row_hash, place, TokenSequence(_name(row_hash, seen), ids, torch.ones_like(ids, dtype=torch.bool))
 
 
-def _pairs(
+def _turns(
     config: EBFTConfig,
     tokenizer: PreTrainedTokenizerBase,
     encoder: PromptTokenizer,
     report: DataReport,
     seen: Counter[int],
-) -> Iterator[tuple[int, str, str, tuple[list[int], list[int]]]]:
-    """Yields (content hash, name, place, (prompt ids, ground-truth ids)) of every row that fits the limits."""
+) -> Iterator[tuple[int, str, str, list[TurnIds]]]:
+    """Yields (content hash, name, place, turns) of every row that fits the limits."""
     rows = read_rows(config.data.path, config.data.split, report)
     for example in make_examples(rows, config.data, tokenizer, report):
-        ids = _encode(example, encoder, config, report)
-        if ids is not None:
+        turns = _encode(example, encoder, config, report)
+        if turns:
             row_hash = content_hash(example.prompt, example.ground_truth)
-            yield row_hash, _name(row_hash, seen), example.place, ids
+            yield row_hash, _name(row_hash, seen), example.place, turns
 
 
 def _name(row_hash: int, seen: Counter[int]) -> str:
@@ -125,27 +124,30 @@ def _name(row_hash: int, seen: Counter[int]) -> str:
     return f"{row_hash:016x}" + (f"-{seen[row_hash]}" if seen[row_hash] > 1 else "")
 
 
-def _encode(
-    example: Example, encoder: PromptTokenizer, config: EBFTConfig, report: DataReport
-) -> tuple[list[int], list[int]] | None:
-    """Returns (prompt ids, ground-truth ids), or None for a row that is left out and counted."""
+def _encode(example: Example, encoder: PromptTokenizer, config: EBFTConfig, report: DataReport) -> list[TurnIds]:
+    """Returns the turns that are trained on; none for a row that is left out and counted."""
     data = config.data
     try:
-        prompt, ground_truth = encoder.prompt_ids(example), encoder.ground_truth_ids(example)
+        turns = encoder.turn_ids(example)
     except RowFault as fault:
         report.fault(example.place, fault.reason, str(fault))
-        return None
+        return []
+    prompt = turns[0].prompt
     if len(prompt) > data.max_prompt_tokens and data.over_long_prompt == "truncate_left":
         detail = f"prompt of {len(prompt)} tokens cut to the last {data.max_prompt_tokens}"
         report.change(example.place, "prompt truncated", detail)
-        prompt = encoder.truncate_left(prompt, data.max_prompt_tokens)
-    misfit = fit_lengths(prompt, ground_truth, data)
-    if misfit is None:
-        return prompt, ground_truth
-    if misfit.reason == "over-long prompt" and data.over_long_prompt == "error":
-        raise DataError(f"{example.place}: {misfit} (data.over_long_prompt = skip or truncate_left goes on)")
-    report.skip(example.place, misfit.reason, str(misfit))
-    return None
+        turns[0] = TurnIds(encoder.truncate_left(prompt, data.max_prompt_tokens), turns[0].ground_truth)
+    kept, misfits = fit_turns(turns, data)
+    for misfit in misfits:
+        if misfit.reason == "over-long prompt" and data.over_long_prompt == "error":
+            other = "skip" if data.turns == "all" else "skip or truncate_left"
+            raise DataError(f"{example.place}: {misfit} (data.over_long_prompt = {other} goes on)")
+    if misfits and kept:
+        detail = f"{len(misfits)} of {len(turns)} assistant turns have no anchor, first: {misfits[0]}"
+        report.change(example.place, "turns left out", detail)
+    elif misfits:
+        report.skip(example.place, misfits[0].reason, str(misfits[0]))
+    return kept
 
 
 def _finish(report: DataReport, seen: Counter[int], config: EBFTConfig) -> None:

@@ -13,11 +13,12 @@ from openrlhf_ebft.core.anchors import StrideSettings, answer_anchors
 from openrlhf_ebft.core.experience import Reference
 from openrlhf_ebft.data.packing import cut_lengths, pack_rows
 from openrlhf_ebft.data.report import DataReport
+from openrlhf_ebft.data.structured import TurnIds
 
 
 @dataclass(frozen=True, eq=False)
 class TokenSequence:
-    """A document, a piece of one, or a prompt with its answer: S tokens."""
+    """A document, a piece of one, or prompts with their answers: S tokens."""
 
     name: str  # unique; made from the content
     token_ids: Tensor  # (S,) int64
@@ -25,6 +26,15 @@ class TokenSequence:
 
     def __len__(self) -> int:
         return self.token_ids.numel()
+
+
+def answered_sequence(name: str, turns: Sequence[TurnIds]) -> TokenSequence:
+    """Prompts and answers of one row behind each other; the answers are trained on."""
+    ids, mask = [], []
+    for turn in turns:
+        ids += [*turn.prompt, *turn.ground_truth]
+        mask += [False] * len(turn.prompt) + [True] * len(turn.ground_truth)
+    return TokenSequence(name, torch.tensor(ids), torch.tensor(mask))
 
 
 def stride_settings(config: DataConfig) -> StrideSettings:

@@ -1,8 +1,10 @@
-"""Pairs of text to references with one anchor, at the end of the prompt (algorithms.md, section 1)."""
+"""Turns of text to references with an anchor at the end of each prompt (algorithms.md, section 1)."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 from fractions import Fraction
 
 import torch
@@ -10,7 +12,16 @@ from transformers import PreTrainedTokenizerBase
 
 from openrlhf_ebft.config.sections import DataConfig, RolloutConfig
 from openrlhf_ebft.core.experience import Reference
-from openrlhf_ebft.data.examples import Example, RowFault
+from openrlhf_ebft.data.errors import RowFault
+from openrlhf_ebft.data.examples import Example
+
+
+@dataclass(frozen=True)
+class TurnIds:
+    """Token ids of a `Turn`."""
+
+    prompt: list[int]
+    ground_truth: list[int]
 
 
 def completion_limit(ground_truth_tokens: int, config: RolloutConfig) -> int:
@@ -30,18 +41,39 @@ class PromptTokenizer:
         with_special = tokenizer("a", add_special_tokens=True)["input_ids"]
         self._adds_bos = self._bos is not None and with_special[0] == self._bos
 
-    def prompt_ids(self, example: Example) -> list[int]:
-        """Returns the prompt's ids; BOS comes first when the tokenizer adds one and no template wrote the prompt.
+    def turn_ids(self, example: Example) -> list[TurnIds]:
+        """Returns the ids of every turn, each text on its own.
+
+        A ground truth ends with EOS when EOS is appended. In front of a later turn it does where the chat template
+        closes it so: EOS is then the window's, not the next prompt's.
 
         Raises:
-            RowFault: BOS would stand twice.
+            RowFault: see `_first_prompt` and `_ground_truth`.
         """
-        ids: list[int] = self._tokenizer(example.prompt, add_special_tokens=False, verbose=False)["input_ids"]
-        if self._adds_bos and not example.is_templated:
+        turns: list[TurnIds] = []
+        for number, turn in enumerate(example.turns):
+            prompt = self._plain(turn.prompt) if number else self._first_prompt(turn.prompt, example.is_templated)
+            if turns and self._append_eos and prompt[:1] == [self._eos] and turns[-1].ground_truth[-1:] != prompt[:1]:
+                turns[-1] = TurnIds(turns[-1].prompt, [*turns[-1].ground_truth, *prompt[:1]])
+                prompt = prompt[1:]
+            turns.append(TurnIds(prompt, self._ground_truth(turn.ground_truth)))
+        last = turns[-1]
+        if self._append_eos and last.ground_truth[-1:] != [self._eos]:
+            turns[-1] = TurnIds(last.prompt, [*last.ground_truth, self._eos])
+        return turns
+
+    def _plain(self, text: str) -> list[int]:
+        ids: list[int] = self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        return ids
+
+    def _first_prompt(self, text: str, is_templated: bool) -> list[int]:
+        """BOS comes first when the tokenizer adds one and no template wrote the prompt; RowFault if it stands twice."""
+        ids = self._plain(text)
+        if self._adds_bos and not is_templated:
             ids = [self._bos, *ids]
         if self._bos is not None and ids[:2] == [self._bos, self._bos]:
             token = self._tokenizer.bos_token
-            cause = "the chat template writes it" if example.is_templated else "the tokenizer adds it"
+            cause = "the chat template writes it" if is_templated else "the tokenizer adds it"
             raise RowFault(
                 "duplicate BOS", f"the prompt begins with {token!r} twice: {cause}, and the text has it too; remove one"
             )
@@ -49,15 +81,9 @@ class PromptTokenizer:
             raise RowFault("empty prompt", "the prompt has no tokens")
         return ids
 
-    def ground_truth_ids(self, example: Example) -> list[int]:
-        """Returns the ground truth's ids, ended by exactly one EOS when EOS is appended.
-
-        Raises:
-            RowFault: an EOS before the end, after which no completion could follow the ground truth.
-        """
-        ids: list[int] = self._tokenizer(example.ground_truth, add_special_tokens=False, verbose=False)["input_ids"]
-        if self._append_eos and ids[-1:] != [self._eos]:
-            ids = [*ids, self._eos]
+    def _ground_truth(self, text: str) -> list[int]:
+        """RowFault for an EOS before the end, after which no completion could follow the ground truth."""
+        ids = self._plain(text)
         if self._eos in ids[:-1]:
             token = self._tokenizer.eos_token
             raise RowFault(
@@ -67,7 +93,7 @@ class PromptTokenizer:
 
     def document_ids(self, text: str) -> list[int]:
         """Returns a raw document's ids, with BOS when the tokenizer adds one and EOS when it is appended."""
-        ids: list[int] = self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        ids = self._plain(text)
         if self._adds_bos and ids[:1] != [self._bos]:
             ids = [self._bos, *ids]
         if self._append_eos and ids[-1:] != [self._eos]:
@@ -81,28 +107,59 @@ class PromptTokenizer:
         return ids[len(ids) - limit :]
 
 
-def make_reference(example_id: str, prompt: list[int], ground_truth: list[int], config: RolloutConfig) -> Reference:
-    """Returns prompt + ground truth as one reference, whose one anchor's window is the whole ground truth."""
-    prompt_length, window = len(prompt), len(ground_truth)
+def make_reference(example_id: str, turns: Sequence[TurnIds], config: RolloutConfig) -> Reference:
+    """Returns all turns as one reference: an anchor at the end of each prompt, whose window is the ground truth."""
+    anchors, windows = [], []
+    ids: list[int] = []
+    mask: list[bool] = []
+    for turn in turns:
+        ids += turn.prompt
+        anchors.append(len(ids))
+        windows.append(len(turn.ground_truth))
+        ids += turn.ground_truth
+        mask += [False] * len(turn.prompt) + [True] * len(turn.ground_truth)
     return Reference(
         example_id=example_id,
-        token_ids=torch.tensor([*prompt, *ground_truth], dtype=torch.int64),
-        anchors=torch.tensor([prompt_length], dtype=torch.int64),
-        window_lengths=torch.tensor([window], dtype=torch.int64),
-        max_new_tokens=torch.tensor([completion_limit(window, config)], dtype=torch.int64),
-        loss_mask=torch.arange(prompt_length + window) >= prompt_length,
+        token_ids=torch.tensor(ids, dtype=torch.int64),
+        anchors=torch.tensor(anchors, dtype=torch.int64),
+        window_lengths=torch.tensor(windows, dtype=torch.int64),
+        max_new_tokens=torch.tensor([completion_limit(window, config) for window in windows], dtype=torch.int64),
+        loss_mask=torch.tensor(mask),
     )
 
 
-def fit_lengths(prompt: list[int], ground_truth: list[int], config: DataConfig) -> RowFault | None:
-    """Returns why a row's lengths put it outside the configured limits, None when they do not."""
-    if len(prompt) > config.max_prompt_tokens:
-        detail = f"prompt of {len(prompt)} tokens, above data.max_prompt_tokens = {config.max_prompt_tokens}"
+def fit_turns(turns: Sequence[TurnIds], config: DataConfig) -> tuple[list[TurnIds], list[RowFault]]:
+    """Returns the turns whose lengths lie within the configured limits, and why the others do not.
+
+    A ground truth outside the limits stays in the prompt of the turns behind it. The prompt of a turn is all that
+    stands before it.
+    """
+    kept: list[TurnIds] = []
+    misfits: list[RowFault] = []
+    length = 0
+    waiting: list[int] = []  # turns that were left out since the last kept one
+    for turn in turns:
+        length += len(turn.prompt)
+        misfit = _misfit(length, len(turn.ground_truth), config)
+        length += len(turn.ground_truth)
+        prompt = [*waiting, *turn.prompt]
+        if misfit is None:
+            kept.append(TurnIds(prompt, turn.ground_truth))
+            waiting = []
+        else:
+            misfits.append(misfit)
+            waiting = [*prompt, *turn.ground_truth]
+    return kept, misfits
+
+
+def _misfit(prompt: int, ground_truth: int, config: DataConfig) -> RowFault | None:
+    if prompt > config.max_prompt_tokens:
+        detail = f"prompt of {prompt} tokens, above data.max_prompt_tokens = {config.max_prompt_tokens}"
         return RowFault("over-long prompt", detail)
-    if len(ground_truth) < config.min_ground_truth_tokens:
+    if ground_truth < config.min_ground_truth_tokens:
         limit = f"below data.min_ground_truth_tokens = {config.min_ground_truth_tokens}"
-        return RowFault("short ground truth", f"ground truth of {len(ground_truth)} tokens, {limit}")
-    if len(ground_truth) > config.max_ground_truth_tokens:
+        return RowFault("short ground truth", f"ground truth of {ground_truth} tokens, {limit}")
+    if ground_truth > config.max_ground_truth_tokens:
         limit = f"above data.max_ground_truth_tokens = {config.max_ground_truth_tokens}"
-        return RowFault("long ground truth", f"ground truth of {len(ground_truth)} tokens, {limit}")
+        return RowFault("long ground truth", f"ground truth of {ground_truth} tokens, {limit}")
     return None

@@ -58,6 +58,11 @@ REJECTED = [
         ["policy.micro_batch_size=2", "policy.max_tokens_per_micro_batch=512", "policy.prompts_per_step=4"],
         ["policy.micro_batch_size = 2", "policy.max_tokens_per_micro_batch = 512", "leave one of them out"],
     ),
+    (["data.turns=all"], ["data.turns = all", "data.messages_column = null"]),
+    (
+        ["data.turns=all", "data.messages_column=chat", "data.over_long_prompt=truncate_left"],
+        ["data.over_long_prompt = truncate_left", "skip or error"],
+    ),
     (["policy.updates_per_batch=2"], ["policy.updates_per_batch = 2", "policy.loss = reinforce", "ppo or gspo"]),
     (
         ["policy.loss=gspo", "policy.updates_per_batch=3", "policy.mini_batches=2"],
