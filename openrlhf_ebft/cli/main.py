@@ -14,6 +14,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "train": ("openrlhf_ebft.cli.train", "fine-tune a model as a configuration file says"),
     "doctor": ("openrlhf_ebft.cli.doctor", "check this machine or a cluster, and what of a run would not fit"),
     "evaluate": ("openrlhf_ebft.cli.evaluate", "measure a model on held-out rows"),
+    "report": ("openrlhf_ebft.cli.report", "write curves, samples and configurations of runs as one HTML file"),
     "generate": ("openrlhf_ebft.cli.generate", "print a model's completion of a prompt"),
     "prepare-model": ("openrlhf_ebft.cli.prepare_model", "fetch or convert a model into a Hugging Face folder"),
     "prepare-data": ("openrlhf_ebft.cli.prepare_data", "write a training file of pairs or documents"),

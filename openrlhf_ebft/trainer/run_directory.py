@@ -69,6 +69,16 @@ class RunDirectory:
         return self.path / "evaluation-before.json"
 
     @property
+    def results(self) -> Path:
+        """Paired changes of the held-out values and samples as text, at the end of the run."""
+        return self.path / "results.json"
+
+    @property
+    def report(self) -> Path:
+        """The run on one HTML page."""
+        return self.path / "report.html"
+
+    @property
     def model(self) -> Path:
         """Final model in Hugging Face format."""
         return self.path / "model"

@@ -18,23 +18,32 @@ def sample_pairs(
     before: EvaluationResult,
     after: EvaluationResult,
     count: int,
-) -> list[str]:
-    """The first completion of the first `count` references under both policies, as blocks of text."""
-    blocks = []
-    for reference, first, second in zip(references, before.rollouts, after.rollouts, strict=True):
-        if len(blocks) == count:
-            break
+) -> list[dict[str, str]]:
+    """The first completion of the first `count` references under both policies.
+
+    Each sample has `example_id`, `prompt` (its end), `ground_truth`, `before` and `after`.
+    """
+    samples = []
+    for reference, first, second in list(zip(references, before.rollouts, after.rollouts, strict=True))[:count]:
         anchor = int(reference.anchors[0])
         truth = reference.token_ids[anchor : anchor + int(reference.window_lengths[0])].tolist()
-        parts = {
-            "prompt (end)": _tail(tokenizer.decode(reference.token_ids[:anchor].tolist())),
-            "ground truth": tokenizer.decode(truth),
-            "before": tokenizer.decode(first.completions[0][0].token_ids),
-            "after": tokenizer.decode(second.completions[0][0].token_ids),
-        }
-        lines = [f"--- {title}\n{text.rstrip()}" for title, text in parts.items()]
-        blocks.append(f"\n=== held-out example {reference.example_id}\n" + "\n".join(lines))
-    return blocks
+        samples.append(
+            {
+                "example_id": reference.example_id,
+                "prompt": _tail(tokenizer.decode(reference.token_ids[:anchor].tolist())),
+                "ground_truth": tokenizer.decode(truth),
+                "before": tokenizer.decode(first.completions[0][0].token_ids),
+                "after": tokenizer.decode(second.completions[0][0].token_ids),
+            }
+        )
+    return samples
+
+
+def sample_text(sample: dict[str, str]) -> str:
+    """A sample as a block of lines for the terminal."""
+    titles = {"prompt": "prompt (end)", "ground_truth": "ground truth", "before": "before", "after": "after"}
+    lines = [f"--- {title}\n{sample[name].rstrip()}" for name, title in titles.items()]
+    return f"\n=== held-out example {sample['example_id']}\n" + "\n".join(lines)
 
 
 def _tail(text: str) -> str:
