@@ -17,7 +17,7 @@ from openrlhf_ebft.core.rewards import GroupRewards
 class _Terms:
     """Rewards split into the part of the sample alone and the part of its siblings; zeros where not finite."""
 
-    own: Tensor  # (..., n) alignment_coef * 2 * alignment
+    own: Tensor  # (..., n) alignment_coef * 2 * alignment + function_coef * function
     shared: Tensor  # (..., n) diversity_coef * 2 * diversity
     finite: Tensor  # (..., n) bool
 
@@ -107,6 +107,8 @@ def compute_advantages(rewards: GroupRewards | Tensor, estimator: str = "rloo") 
         own, shared = reward.double(), torch.zeros_like(reward, dtype=torch.float64)
     else:
         own = 2 * rewards.alignment_coef * rewards.alignment.double()
+        if rewards.function is not None:
+            own = own + rewards.function_coef * rewards.function.double()
         shared = 2 * rewards.diversity_coef * rewards.diversity.double()
     terms = _Terms(torch.where(finite, own, 0.0), torch.where(finite, shared, 0.0), finite)
     return torch.where(finite, ESTIMATORS[estimator](terms), 0.0).to(reward.dtype)

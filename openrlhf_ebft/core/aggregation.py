@@ -12,7 +12,7 @@ from torch import Tensor
 
 from openrlhf_ebft.core.advantages import check_estimator, compute_advantages
 from openrlhf_ebft.core.gram import require_floating
-from openrlhf_ebft.core.rewards import GroupRewards, Whitening, compute_rewards
+from openrlhf_ebft.core.rewards import GroupRewards, Whitening, add_function_values, compute_rewards
 from openrlhf_ebft.core.step_rewards import (
     GroupId,
     GroupValues,
@@ -23,9 +23,29 @@ from openrlhf_ebft.core.step_rewards import (
     step_statistics,
 )
 
-__all__ = ["GroupId", "GroupValues", "MissingSamples", "RewardAggregator", "StepRewards", "StepStatistics"]
+__all__ = [
+    "GroupId",
+    "GroupValues",
+    "MissingSamples",
+    "NonFiniteGroups",
+    "RewardAggregator",
+    "StepRewards",
+    "StepStatistics",
+]
 
 logger = logging.getLogger(__name__)
+
+
+class NonFiniteGroups(ValueError):
+    """Embeddings of some groups hold NaN or infinities."""
+
+    def __init__(self, step: int, groups: Sequence[GroupId]) -> None:
+        super().__init__(step, groups)  # all arguments, so that the exception survives pickling
+        self.step = step
+        self.groups = list(groups)
+
+    def __str__(self) -> str:
+        return f"step {self.step}: non-finite embeddings in groups {self.groups[:10]!r} ({len(self.groups)} in all)"
 
 
 class RewardAggregator:
@@ -42,12 +62,15 @@ class RewardAggregator:
         whitening: Whitening = "feature",
         whiten_tol: float = 1e-5,
         estimator: str = "rloo",
+        function_coef: float = 0.0,
     ) -> None:
+        """`function_coef` weighs the values of a reward function that `finish` may get; the rest: `compute_rewards`."""
         self._alignment_coef = alignment_coef
         self._diversity_coef = diversity_coef
         self._whitening = whitening
         self._whiten_tol = whiten_tol
         self._estimator = estimator
+        self._function_coef = function_coef
         self._expected: dict[int, dict[GroupId, int]] = {}
         self._grams: dict[int, dict[GroupId, Tensor]] = {}
         self._said_single = False
@@ -97,7 +120,7 @@ class RewardAggregator:
         finite = gram.isfinite().flatten(1).all(-1).tolist()
         bad = [group for group, good in zip(group_ids, finite, strict=True) if not good]
         if bad:
-            raise ValueError(f"step {step}: non-finite embeddings in groups {bad[:10]!r} ({len(bad)} in all)")
+            raise NonFiniteGroups(step, bad)
         taken = dict(self._grams[step])
         for group, products in zip(group_ids, gram.detach().to("cpu", torch.float64), strict=True):
             self._check_delivery(step, group, products, taken.get(group))
@@ -114,12 +137,15 @@ class RewardAggregator:
             if came.get(group, 0) < count
         }
 
-    def finish(self, step: int, *, drop_incomplete: bool = False) -> StepRewards:
+    def finish(
+        self, step: int, *, drop_incomplete: bool = False, function_values: Mapping[GroupId, Tensor] | None = None
+    ) -> StepRewards:
         """Rewards, advantages and statistics of a step, which is closed then.
 
         Args:
             step: an open step.
             drop_incomplete: leave out groups with missing samples, and report them in the result.
+            function_values: (n,) values of a reward function for every group, in the order of its samples.
         Raises:
             ValueError: samples are missing (named; the step stays open for late groups), or no group is complete.
         """
@@ -134,6 +160,9 @@ class RewardAggregator:
         for size in sorted({len(grams[group]) for group in complete}):
             names = [group for group in complete if len(grams[group]) == size]
             rewards = self._rewards(torch.stack([grams[group] for group in names]))
+            if function_values is not None:
+                extra = torch.stack([function_values[group] for group in names])
+                rewards = add_function_values(rewards, extra, self._function_coef)
             batches.append((names, rewards, compute_advantages(rewards, self._estimator)))
         del self._expected[step], self._grams[step]
         by_group = {

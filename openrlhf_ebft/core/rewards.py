@@ -3,7 +3,7 @@
 Shape letters: B rows, P prompts, N rollouts of a prompt, D embedding size.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -22,12 +22,31 @@ class GroupRewards:
 
     alignment: Tensor  # (..., N) cosine with the ground truth, in [-1, 1]
     diversity: Tensor  # (..., N) mean product with the other rollouts
-    reward: Tensor  # (..., N) 2 * alignment_coef * alignment - 2 * diversity_coef * diversity
+    reward: Tensor  # (..., N) 2 * alignment_coef * alignment - 2 * diversity_coef * diversity, + the next two's product
     raw_alignment: Tensor  # (..., N) cosine before whitening
     cfm: Tensor  # (...) feature-matching loss of unit-length embeddings
     cfm_unbiased: Tensor  # (...) the same without bias; NaN when N = 1
     alignment_coef: float
     diversity_coef: float
+    function: Tensor | None = None  # (..., N) values of a reward function of the user's
+    function_coef: float = 0.0
+
+
+def add_function_values(rewards: GroupRewards, values: Tensor, coef: float) -> GroupRewards:
+    """The rewards with `coef` times a reward function's values on top.
+
+    Args:
+        rewards: without a function.
+        values: (..., N), one for each rollout, finite.
+        coef: their weight.
+
+    Raises:
+        ValueError: another shape, or values that are not finite.
+    """
+    if values.shape != rewards.reward.shape or not bool(values.isfinite().all()):
+        raise ValueError(f"need {tuple(rewards.reward.shape)} finite values, got {tuple(values.shape)}: {values}")
+    values = values.to(rewards.reward)
+    return replace(rewards, reward=rewards.reward + coef * values, function=values, function_coef=coef)
 
 
 def compute_rewards(

@@ -212,6 +212,11 @@ class RolloutTree:
             mask &= self.document_of_token[:, None] == self.document_of_token
         return mask
 
+    def completions(self) -> list[list[Tensor]]:
+        """Token ids (g,) of every completion, [A][n]."""
+        parts = iter(self.branch_tokens.split(self.branch_lengths.flatten().tolist()))
+        return [[next(parts) for _ in range(self.num_samples)] for _ in range(self.num_anchors)]
+
     def branch_indices(self, branch: int) -> Tensor:
         """(a + g,) tree indices of one completion as an ordinary causal sequence: context, then its own tokens."""
         anchor = int(self.reference.anchors[branch // self.num_samples])

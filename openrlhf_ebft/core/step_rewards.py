@@ -41,6 +41,7 @@ class StepStatistics:
     zero_advantage_share: float  # share of groups in which no sample has an advantage
     num_groups: int
     num_samples: int
+    function: float | None = None  # over samples: mean value of the user's reward function; None without one
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,7 @@ class GroupValues:
     raw_alignment: float
     cfm: float
     cfm_unbiased: float | None  # None for a group of one sample
+    function: float | None = None  # mean value of the user's reward function; None without one
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,7 +72,8 @@ def group_values(rewards: GroupRewards) -> list[GroupValues]:
     """One entry per group of rewards (groups, n)."""
     means = [getattr(rewards, name).mean(-1).tolist() for name in ("alignment", "diversity", "reward", "raw_alignment")]
     unbiased = [value if math.isfinite(value) else None for value in rewards.cfm_unbiased.tolist()]
-    return [GroupValues(*row) for row in zip(*means, rewards.cfm.tolist(), unbiased, strict=True)]
+    function = [None] * len(unbiased) if rewards.function is None else rewards.function.mean(-1).tolist()
+    return [GroupValues(*row) for row in zip(*means, rewards.cfm.tolist(), unbiased, function, strict=True)]
 
 
 def step_statistics(batches: Sequence[tuple[GroupRewards, Tensor]]) -> StepStatistics:
@@ -93,4 +96,5 @@ def step_statistics(batches: Sequence[tuple[GroupRewards, Tensor]]) -> StepStati
         zero_advantage_share=idle.double().mean().item(),
         num_groups=len(idle),
         num_samples=len(reward),
+        function=gather("function").mean().item() if batches[0][0].function is not None else None,
     )

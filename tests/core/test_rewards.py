@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 import torch
 
+from openrlhf_ebft.core.advantages import compute_advantages
 from openrlhf_ebft.core.gram import group_gram, unit_rows
 from openrlhf_ebft.core.rewards import (
+    add_function_values,
     compute_rewards,
     compute_rewards_from_embeddings,
     get_alignment_rewards,
@@ -161,3 +163,28 @@ def test_bad_input_states_both_numbers():
         compute_rewards(gram[:2])
     with pytest.raises(ValueError, match=r"whiten_tol.*1e-06.*1e-09"):
         compute_rewards(gram, whiten_tol=1e-9)
+
+
+@pytest.mark.parametrize("estimator", ["rloo", "rloo_simple", "group_norm", "dr_grpo", "reinforce"])
+def test_function_values_enter_rewards_and_advantages(estimator):
+    """With both other coefficients 0 the function is the reward; otherwise the advantages of rewards add up."""
+    torch.manual_seed(0)
+    gram = group_gram(torch.randn(3, 4, 6), torch.randn(3, 6))
+    values = torch.randn(3, 4, dtype=torch.float64)
+    alone = add_function_values(compute_rewards(gram, alignment_coef=0, diversity_coef=0), values, 2.0)
+    torch.testing.assert_close(alone.reward, 2 * values)
+    simple = {"rloo": "rloo_simple"}.get(estimator, estimator)
+    torch.testing.assert_close(compute_advantages(alone, estimator), compute_advantages(2 * values, simple))
+    plain = compute_rewards(gram)
+    both = add_function_values(plain, values, 0.5)
+    torch.testing.assert_close(both.reward, plain.reward + 0.5 * values)
+    if estimator != "group_norm":
+        expected = compute_advantages(plain, estimator) + compute_advantages(0.5 * values, simple)
+        torch.testing.assert_close(compute_advantages(both, estimator), expected)
+
+
+@pytest.mark.parametrize("values", [torch.zeros(3), torch.full((1, 4), float("nan"))])
+def test_function_values_must_fit_and_be_finite(values):
+    rewards = compute_rewards(group_gram(torch.randn(1, 4, 6), torch.randn(1, 6)))
+    with pytest.raises(ValueError, match=r"need \(1, 4\) finite values, got"):
+        add_function_values(rewards, values, 1.0)
