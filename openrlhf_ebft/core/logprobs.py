@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
+
+_CACHED_ROWS = 32  # distributions that a CPU works on at one time: their float32 copies stay in its cache
 
 
 def token_logprobs(
@@ -25,7 +27,7 @@ def token_logprobs(
         logits: (U, V) any float dtype; not modified.
         targets: (P,) int64.
         temperature: scalar or (U,), > 0; both results describe softmax(logits / temperature).
-        source: (P,) int64 row of each target; default: one target a row.
+        source: (P,) int64 row of each target, in rising order; default: one target a row.
         with_entropy: let gradients flow through the entropies.
 
     Returns:
@@ -38,37 +40,59 @@ def token_logprobs(
 
 
 class _TokenLogprobs(torch.autograd.Function):
-    """Log-probabilities and entropies whose gradient is written in one pass over the vocabulary.
+    """Log-probabilities and entropies without a float32 copy of all logits: block by block, forward and backward.
 
-    Autograd's own would make a zero tensor of the logits' size for the chosen entries and several more on the way.
+    Autograd's own would keep that copy, make a zero tensor of its size for the chosen entries and several more on the
+    way.
     """
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, scale: Tensor, rows: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """logits (U, V), scale (U or 1, 1) temperatures, rows and targets (P,) -> (P,) and (U,) float32."""
-        scaled = logits / scale if logits.dtype == torch.float32 else logits.float().div_(scale)
-        logprobs = torch.log_softmax(scaled, dim=-1)
-        entropy = -torch.linalg.vecdot(torch.exp(logprobs, out=scaled), logprobs)
-        ctx.save_for_backward(logprobs, entropy, scale, rows, targets)
+        """logits (U, V), scale (U or 1, 1) temperatures, rows (rising) and targets (P,) -> (P,) and (U,) float32."""
+        log_mass, entropy = logits.new_empty(2, len(logits), dtype=torch.float32)
+        for block, scaled in _scaled_blocks(logits, scale):
+            largest = scaled.amax(-1, keepdim=True)
+            masses = torch.exp(scaled.sub_(largest))
+            mass = masses.sum(-1)
+            log_mass[block] = largest[:, 0] + mass.log()
+            # A product of matrices, since `vecdot` would hold another tensor of the block's size.
+            mean = (masses[:, None] @ scaled[:, :, None])[:, 0, 0] / mass
+            entropy[block] = mass.log() - mean
+        chosen = logits[rows, targets].float() / scale.expand(len(logits), 1)[rows, 0] - log_mass[rows]
+        ctx.save_for_backward(logits, scale, log_mass, entropy, rows, targets)
         ctx.set_materialize_grads(False)
-        ctx.logits_dtype = logits.dtype
-        return logprobs[rows, targets], entropy
+        return chosen, entropy
 
     @staticmethod
     def backward(ctx: Any, chosen: Tensor | None, entropy: Tensor | None) -> tuple[Tensor | None, ...]:
         """d chosen = onehot - p and d entropy = -p (log p + entropy), both divided by the temperature."""
-        logprobs, entropies, scale, rows, targets = ctx.saved_tensors
-        gradient = logprobs.exp()
-        if entropy is None:
-            weight = torch.zeros(len(gradient), 1, device=gradient.device)
-        else:
-            weight = (logprobs + entropies[:, None]) * entropy[:, None]
+        logits, scale, log_mass, entropies, rows, targets = ctx.saved_tensors
+        gradient = torch.empty_like(logits)
+        pull = torch.zeros_like(log_mass)  # what each row's probabilities are multiplied with
         if chosen is not None:
-            weight = weight + torch.zeros_like(entropies).index_add_(0, rows, chosen)[:, None]
-        gradient.mul_(weight.neg_())
-        if chosen is not None:
-            gradient.index_put_((rows, targets), chosen, accumulate=True)
-        return gradient.div_(scale).to(ctx.logits_dtype), None, None, None
+            pull.index_add_(0, rows, -chosen)
+        for block, scaled in _scaled_blocks(logits, scale):
+            logprobs = scaled.sub_(log_mass[block, None])
+            weight = pull[block, None]
+            if entropy is not None:
+                weight = weight - (logprobs + entropies[block, None]) * entropy[block, None]
+            part = torch.exp(logprobs, out=scaled).mul_(weight)
+            if chosen is not None:
+                first, last = torch.searchsorted(rows, torch.tensor([block.start, block.stop], device=rows.device))
+                own = slice(int(first), int(last))
+                part.index_put_((rows[own] - block.start, targets[own]), chosen[own], accumulate=True)
+            gradient[block] = part.div_(scale if len(scale) == 1 else scale[block])
+        return gradient, None, None, None
+
+
+def _scaled_blocks(logits: Tensor, scale: Tensor) -> Iterator[tuple[slice, Tensor]]:
+    """Rows of `logits` / `scale` in float32, block by block; a block's tensor is overwritten by the next one."""
+    rows = _CACHED_ROWS if logits.device.type == "cpu" else max(len(logits), 1)
+    buffer = logits.new_empty(min(rows, len(logits)), logits.shape[1], dtype=torch.float32)
+    for start in range(0, len(logits), rows):
+        block = slice(start, min(start + rows, len(logits)))
+        scaled = buffer[: block.stop - start].copy_(logits[block])
+        yield block, scaled.div_(scale if len(scale) == 1 else scale[block])
 
 
 @dataclass(frozen=True, eq=False)

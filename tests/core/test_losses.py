@@ -89,13 +89,15 @@ def test_chunked_logprobs_equal_plain_ones_with_gradients(chunk):
 
 
 @pytest.mark.parametrize("which", ["chosen", "entropy", "both"])
-def test_gradients_of_token_logprobs_equal_autograds(which):
+@pytest.mark.parametrize("count", [5, 32, 77])
+def test_gradients_of_token_logprobs_equal_autograds(which, count):
     torch.manual_seed(1)
-    logits = torch.randn(5, 30, requires_grad=True)
-    rows, targets = torch.tensor([0, 0, 3, 4, 4, 4, 1]), torch.randint(0, 30, (7,))
-    targets[4] = targets[3]  # one entry twice
-    temperature, first, second = torch.rand(5) + 0.5, torch.randn(7), torch.randn(7)
-    gradients = []
+    logits = torch.randn(count, 30, requires_grad=True)
+    rows = torch.randint(0, count, (2 * count,)).sort().values  # some rows twice or more, some not at all
+    targets = torch.randint(0, 30, (2 * count,))
+    rows[3], targets[3] = rows[2], targets[2]  # one entry twice
+    temperature, first, second = torch.rand(count) + 0.5, torch.randn(2 * count), torch.randn(2 * count)
+    results = []
     for plain in (False, True):
         if plain:
             logprobs = torch.log_softmax(logits.double() / temperature[:, None], -1)
@@ -103,8 +105,9 @@ def test_gradients_of_token_logprobs_equal_autograds(which):
         else:
             chosen, entropy = token_logprobs(logits, targets, temperature, rows)
         loss = (chosen * first).sum() * (which != "entropy") + (entropy * second).sum() * (which != "chosen")
-        gradients.append(torch.autograd.grad(loss, logits)[0])
-    torch.testing.assert_close(gradients[0], gradients[1], atol=2e-6, rtol=1e-5)
+        results.append((chosen.double(), entropy.double(), torch.autograd.grad(loss, logits)[0]))
+    for ours, exact in zip(*results, strict=True):
+        torch.testing.assert_close(ours, exact, atol=2e-6, rtol=1e-5)
 
 
 def test_entropies_may_come_without_gradients():
