@@ -31,12 +31,15 @@ from openrlhf_ebft.actors.placement import (
     settle_sharing,
 )
 from openrlhf_ebft.actors.policy_trainer import PolicyTrainerActor, PolicyTrainerGroup
+from openrlhf_ebft.actors.restarts import Crew, RestartBudget
 from openrlhf_ebft.actors.reward_aggregator import RewardAggregatorActor, RewardAggregatorHandle
 from openrlhf_ebft.actors.rollout_engine import RolloutEngineActor, RolloutEngineGroup
 from openrlhf_ebft.actors.waiting import wait_for
 from openrlhf_ebft.actors.weight_sync import WeightSync, choose_transfer
 from openrlhf_ebft.config.sections import EBFTConfig
 from openrlhf_ebft.core.experience import SamplingSettings
+
+logger = logging.getLogger(__name__)
 
 _PASSED_ON = ("HF_HUB_OFFLINE", "HF_HOME", "VLLM_LOGGING_LEVEL")
 _START = "start (limit: placement.start_timeout_s)"
@@ -104,12 +107,24 @@ class RunActors:
     rewards: RewardAggregatorHandle
     trainer: PolicyTrainerGroup
     weights: WeightSync
-    handles: tuple[Any, ...]
+    budget: RestartBudget
+    started: list[Any]  # handles of all actors, those in the place of lost ones included
     bundles: PlacementGroup
 
     def kill(self) -> None:
         """Ends every actor at once and gives their resources back."""
-        _kill(self.handles, self.bundles)
+        _kill(self.started, self.bundles)
+
+    def restart_trainer(self) -> None:
+        """Starts the trainer afresh after `StateLost`, with the model of model.path; waits.
+
+        The engines keep what they hold until the next `weights.push`. Where they share a transfer group with the
+        trainer, they are started afresh, too.
+
+        Raises ActorError (`StateLost` when a rank is lost on its way).
+        """
+        self.trainer.restart()
+        self.weights.start_over()
 
 
 def _kill(handles: Sequence[Any], bundles: PlacementGroup) -> None:
@@ -126,6 +141,7 @@ def start_actors(
     max_model_len: int,
     total_steps: int,
     say: Callable[[str], None],
+    report_loss: Callable[[str], None] = logger.warning,
 ) -> RunActors:
     """Places and starts all actors, side by side, and waits until every one has loaded its model.
 
@@ -136,6 +152,7 @@ def start_actors(
         max_model_len: limit of prompt + completion of the rollout engines, in tokens.
         total_steps: length of the learning-rate schedule.
         say: takes a line about what is being waited for.
+        report_loss: takes a line about each lost actor and each restart, as long as the actors live.
 
     Raises:
         PlacementError: the cluster is too small, or does not give the resources in time.
@@ -145,25 +162,27 @@ def start_actors(
     placement = plan_placement(config, nodes)
     config = settle_sharing(config, placement)
     group = _reserve(placement, config.placement.schedule_timeout_s)
-    place = _Placer(group, placement, config.placement.threads_per_actor or os.cpu_count() or 1)
+    budget = RestartBudget(config.recovery, report_loss)
+    place = _Placer(group, placement, config, budget)
     try:
         engines = place(ENGINE, RolloutEngineActor, lambda i: (config, sampling, max_model_len))
         rollout = RolloutEngineGroup(engines, config)
         if placement.shares_gpus:
             # vLLM measures the free memory of its GPU while it starts: nothing else may take some meanwhile.
             rollout.effective_settings(config.placement.start_timeout_s, _START)
-        ranks = place(TRAINER, PolicyTrainerActor, lambda i: (config, i))
+        ranks = place(TRAINER, PolicyTrainerActor, lambda i: (config, i), label="policy trainer rank")
         replicas = place(FEATURES, FeatureNetworkActor, lambda i: (config, tuple(special_ids)))
-        (aggregator,) = place(AGGREGATOR, RewardAggregatorActor, lambda i: (config,))
-        trainer = PolicyTrainerGroup(ranks, config)
+        aggregator = place(AGGREGATOR, RewardAggregatorActor, lambda i: (config,))
+        features, trainer = FeatureNetworkGroup(replicas, config), PolicyTrainerGroup(ranks, config)
         transfer = choose_transfer(config.rollout, with_gpus=any(node.has_gpus for node in nodes))
         actors = RunActors(
             rollout=rollout,
-            features=FeatureNetworkGroup(replicas),
-            rewards=RewardAggregatorHandle(aggregator, config.features.timeout_s),
+            features=features,
+            rewards=RewardAggregatorHandle(aggregator, features.products, config),
             trainer=trainer,
-            weights=WeightSync(trainer, rollout, transfer),
-            handles=tuple(place.started),
+            weights=WeightSync(trainer, rollout, transfer, keep=config.rollout.sync_every_steps > 1),
+            budget=budget,
+            started=place.started,
             bundles=group,
         )
         _wait_until_up(actors, config, total_steps, say)
@@ -212,28 +231,35 @@ def _reserve(placement: Placement, timeout_s: float) -> PlacementGroup:
 class _Placer:
     """Starts the actors of one role after the other in their bundles."""
 
-    def __init__(self, group: PlacementGroup, placement: Placement, threads: int) -> None:
+    def __init__(self, group: PlacementGroup, placement: Placement, config: EBFTConfig, budget: RestartBudget) -> None:
         self._group = group
         self._placement = placement
         self._bundles = placement.contiguous(placement_group_table(group)["bundles_to_node_id"])
+        self._budget = budget
+        self._heartbeat_s = config.recovery.heartbeat_s
         self.started: list[Any] = []
+        threads = config.placement.threads_per_actor or os.cpu_count() or 1
         self._environment = {name: os.environ[name] for name in _PASSED_ON if name in os.environ} | {
             "OMP_NUM_THREADS": str(threads),  # Ray would set it to the share of CPUs
             "OMP_WAIT_POLICY": "PASSIVE",  # phases alternate: a waiting actor must not keep its cores busy
             "TOKENIZERS_PARALLELISM": "false",
         }
 
-    def __call__(self, name: str, kind: type, arguments: Callable[[int], tuple[Any, ...]]) -> list[Any]:
+    def __call__(
+        self, name: str, kind: type, arguments: Callable[[int], tuple[Any, ...]], label: str | None = None
+    ) -> Crew:
         role = self._placement.role(name)
-        handles = []
-        for i in range(role.count):
-            bundle = self._bundles[self._placement.bundle_of(name, i)]
+
+        def spawn(number: int) -> Any:
+            bundle = self._bundles[self._placement.bundle_of(name, number)]
             options = ray.remote(kind).options(
                 num_cpus=role.cpus,
                 num_gpus=role.gpus,
                 runtime_env={"env_vars": self._environment},
                 scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=bundle),
             )
-            handles.append(options.remote(*arguments(i)))
-        self.started += handles
-        return handles
+            self.started.append(options.remote(*arguments(number)))
+            return self.started[-1]
+
+        names = [name] if name == AGGREGATOR else [f"{label or name} {number}" for number in range(role.count)]
+        return Crew(names, spawn, self._budget, self._heartbeat_s)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
 
 from ray import ObjectRef
 
-from openrlhf_ebft.actors.waiting import wait_for
+from openrlhf_ebft.actors.pulse import start_pulse
+from openrlhf_ebft.actors.restarts import Crew
+from openrlhf_ebft.actors.waiting import ActorError, ResultLost
 from openrlhf_ebft.config.sections import EBFTConfig
-from openrlhf_ebft.core.aggregation import RewardAggregator, StepRewards
+from openrlhf_ebft.core.aggregation import NonFiniteGroups, RewardAggregator, StepRewards
 from openrlhf_ebft.core.rollout_tree import RolloutTree
 from openrlhf_ebft.core.step_rewards import GroupProducts
 
@@ -18,9 +19,10 @@ GroupKey = tuple[str, int]
 
 
 class RewardAggregatorActor:
-    """Collects the inner products of a step's groups from all feature replicas and turns them into advantages."""
+    """Turns the inner products of a step's groups, from all feature replicas, into advantages."""
 
     def __init__(self, config: EBFTConfig) -> None:
+        start_pulse()
         self._aggregator = RewardAggregator(
             alignment_coef=config.reward.alignment_coef,
             diversity_coef=config.reward.diversity_coef,
@@ -29,43 +31,59 @@ class RewardAggregatorActor:
             estimator=config.reward.advantage,
         )
 
-    def start(self, step: int, expected: Mapping[GroupKey, int]) -> None:
+    def is_up(self) -> bool:
+        """Answers once the actor can work."""
+        return True
+
+    def rewards(self, step: int, expected: Mapping[GroupKey, int], *products: GroupProducts) -> StepRewards:
+        """Rewards of the `expected` groups; nothing is kept after the call, be it answered or failed.
+
+        Raises NonFiniteGroups, with all such groups of the step, and what `RewardAggregator` raises.
+        """
         self._aggregator.start(step, expected)
-
-    def add(self, step: int, products: GroupProducts) -> None:
-        for example_id, gram in products:
-            self._aggregator.add(step, [(example_id, anchor) for anchor in range(len(gram))], gram)
-
-    def finish(self, step: int) -> StepRewards:
-        return self._aggregator.finish(step)
-
-    def discard(self, step: int) -> None:
-        self._aggregator.discard(step)
+        try:
+            bad: list[GroupKey] = []
+            for part in products:
+                for example_id, gram in part:
+                    try:
+                        self._aggregator.add(step, [(example_id, anchor) for anchor in range(len(gram))], gram)
+                    except NonFiniteGroups as error:
+                        bad += error.groups
+            if bad:
+                raise NonFiniteGroups(step, bad)
+            return self._aggregator.finish(step)
+        except BaseException:
+            self._aggregator.discard(step)
+            raise
 
 
 class RewardAggregatorHandle:
-    """The driver's side: feeds the actor references, so that products go from replica to aggregator directly."""
+    """The driver's side: hands the actor references, so that products go from replica to aggregator directly."""
 
-    def __init__(self, actor: Any, timeout_s: float) -> None:
-        self._actor = actor
-        self._timeout_s = timeout_s
+    def __init__(
+        self, crew: Crew, products: Callable[[Sequence[RolloutTree]], list[ObjectRef]], config: EBFTConfig
+    ) -> None:
+        """`products` gives references to the inner products of all groups of some trees."""
+        self._crew = crew
+        self._products = products
+        self._timeout_s = config.features.timeout_s
+        self._start_timeout_s = config.placement.start_timeout_s
 
-    def rewards(
-        self, step: int, trees: Sequence[RolloutTree], products: Mapping[str, ObjectRef], phase: str = "rewards"
-    ) -> StepRewards:
-        """Rewards of all groups of `trees`; waits for the feature replicas behind `products`, too.
+    def rewards(self, step: int, trees: Sequence[RolloutTree], phase: str = "rewards") -> StepRewards:
+        """Features and rewards of all groups of `trees`; waits. Lost actors are started again and asked again.
 
         Raises:
-            ActorError: a replica or the aggregator failed; the step is forgotten and can be started again.
+            ActorError: a replica or the aggregator failed, or is lost and the budget of restarts is used up. Its
+                `cause` is NonFiniteGroups when embeddings were not finite.
         """
-        name = ["reward aggregator"]
         expected = {(t.example_id, anchor): t.num_samples for t in trees for anchor in range(t.num_anchors)}
-        wait_for(phase, name, [self._actor.start.remote(step, expected)], self._timeout_s)
-        try:
-            additions = [self._actor.add.remote(step, part) for part in products.values()]
-            wait_for("features", list(products), list(products.values()), self._timeout_s)
-            wait_for(phase, name * len(additions), additions, self._timeout_s)
-            return wait_for(phase, name, [self._actor.finish.remote(step)], self._timeout_s)[0]
-        except BaseException:
-            self._actor.discard.remote(step)
-            raise
+        while True:
+            products = self._products(trees)
+            call = {0: lambda actor, parts=tuple(products): actor.rewards.remote(step, expected, *parts)}
+            try:
+                return self._crew.call(phase, call, self._timeout_s, self._restart)[0]
+            except ResultLost as failure:  # the node that held a replica's answer has gone
+                self._crew.budget.spend(failure)
+
+    def _restart(self, number: int, failure: ActorError) -> None:
+        self._crew.restart(number, failure, lambda actor: actor.is_up.remote(), self._start_timeout_s)

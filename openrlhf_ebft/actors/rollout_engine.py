@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import ray
 
-from openrlhf_ebft.actors.waiting import ActorError, wait_for
+from openrlhf_ebft.actors.pulse import start_pulse
+from openrlhf_ebft.actors.restarts import Call, Crew
+from openrlhf_ebft.actors.waiting import ActorError, StateLost, wait_for
 from openrlhf_ebft.config.sections import EBFTConfig
 from openrlhf_ebft.core.experience import Rollout, RolloutRequest, SamplingSettings
 from openrlhf_ebft.core.step_batch import split_by_load
@@ -22,6 +24,7 @@ class RolloutEngineActor:
     """One rollout engine in a Ray worker."""
 
     def __init__(self, config: EBFTConfig, sampling: SamplingSettings, max_model_len: int) -> None:
+        start_pulse()
         self._engine = build_engine(
             config.model.path,
             config.rollout,
@@ -56,71 +59,104 @@ class RolloutEngineActor:
 
 
 class RolloutEngineGroup:
-    """Engines that hold the same weights. Requests go to the engine with the least work, decided by size alone."""
+    """Engines that hold the same weights. Requests go to the engine with the least work, decided by size alone.
 
-    def __init__(self, engines: Sequence[Any], config: EBFTConfig) -> None:
-        self.engines = list(engines)
-        self._names = [f"rollout engine {i}" for i in range(len(engines))]
+    A lost engine is started again with the weights that the others have, and only its requests are made again. Their
+    seeds are their own, so the rollouts are those that the lost engine would have given.
+    """
+
+    def __init__(self, crew: Crew, config: EBFTConfig) -> None:
+        self._crew = crew
         self._timeout_s = config.rollout.timeout_s
+        self._start_timeout_s = config.placement.start_timeout_s
         self._max_retries = config.rollout.max_retries
+        self._current_weights: Callable[[], WeightUpdate | None] = lambda: None
+        self._replaceable = True
+
+    @property
+    def engines(self) -> list[Any]:
+        """Handles of the engines that are alive."""
+        return list(self._crew.handles)
+
+    def refill_from(self, current_weights: Callable[[], WeightUpdate | None] | None) -> None:
+        """Says where a new engine gets the weights of the others from.
+
+        Args:
+            current_weights: returns them, or None while they are those of model.path. None instead of a function: a
+                single engine cannot be filled, so a lost one is `StateLost`.
+        """
+        self._replaceable = current_weights is not None
+        self._current_weights = current_weights or self._current_weights
 
     def generate(self, requests: Sequence[RolloutRequest]) -> list[Rollout]:
         """Rollouts in the order of the requests; waits. A failed engine call is repeated before it is an error."""
         parts = split_by_load([_request_load(request) for request in requests], len(self.engines))
         results: dict[int, Rollout] = {}
         todo = [number for number, part in enumerate(parts) if part]
-        for attempt in range(self._max_retries + 1):
-            todo, failure = self._attempt(requests, parts, todo, results)
-            if failure is None:
-                return [results[number] for number in range(len(requests))]
-            logger.warning("attempt %d of %d: %s", attempt + 1, self._max_retries + 1, failure)
-            if not failure.may_pass:
-                break
-        raise failure
-
-    def _attempt(
-        self,
-        requests: Sequence[RolloutRequest],
-        parts: Sequence[Sequence[int]],
-        todo: Sequence[int],
-        results: dict[int, Rollout],
-    ) -> tuple[list[int], ActorError | None]:
-        """Runs the parts in `todo` and files what came back; returns the parts that failed and one failure."""
-        calls = {part: self.engines[part].generate.remote([requests[i] for i in parts[part]]) for part in todo}
-        failed: list[int] = []
-        failure: ActorError | None = None
-        for part, call in calls.items():
-            try:
-                (rollouts,) = wait_for("rollout", [self._names[part]], [call], self._timeout_s)
-            except ActorError as error:
-                failed.append(part)
-                failure = error
-                continue
-            results.update(zip(parts[part], rollouts, strict=True))
-        return failed, failure
+        repeats = 0
+        while todo:
+            calls = {n: _generate_call([requests[i] for i in parts[n]]) for n in todo}
+            came, failures = self._crew.attempt("rollout", calls, self._timeout_s)
+            for number, rollouts in came.items():
+                results.update(zip(parts[number], rollouts, strict=True))
+            failed = [failure for failure in failures.values() if not failure.is_loss]
+            if failed:
+                logger.warning("attempt %d of %d: %s", repeats + 1, self._max_retries + 1, failed[0])
+                if not failed[0].may_pass or repeats == self._max_retries:
+                    raise failed[0]
+                repeats += 1
+            for number, failure in failures.items():
+                if failure.is_loss:
+                    self._restart(number, failure)
+            todo = list(failures)
+        return [results[number] for number in range(len(requests))]
 
     def update_weights(self, update: WeightUpdate) -> None:
         """Applies the update on every engine; waits, and checks that all publish its version."""
-        calls = [engine.update_weights.remote(update) for engine in self.engines]
-        wait_for("weight sync", self._names, calls, self._timeout_s)
+        calls = {n: lambda engine: engine.update_weights.remote(update) for n in range(len(self.engines))}
+        self._crew.call("weight sync", calls, self._timeout_s, self._restart_empty)
         self.check_versions(update.version)
 
     def check_versions(self, version: int) -> None:
         """Raises ActorError unless every engine publishes `version`."""
         calls = [engine.weight_version.remote() for engine in self.engines]
-        versions = wait_for("weight sync", self._names, calls, self._timeout_s)
+        versions = wait_for("weight sync", self._crew.names, calls, self._timeout_s, self._crew.pulses)
         if set(versions) != {version}:
             raise ActorError(f"weight sync: sent version {version}, engines report {versions}")
 
     def score(self, sequences: Sequence[Sequence[int]]) -> list[list[list[float]]]:
         """Log-probabilities of given tokens from every engine; waits."""
-        calls = [engine.score.remote(sequences) for engine in self.engines]
-        return wait_for("score", self._names, calls, self._timeout_s)
+        calls = {n: lambda engine: engine.score.remote(sequences) for n in range(len(self.engines))}
+        results = self._crew.call("score", calls, self._timeout_s, self._restart)
+        return [results[number] for number in range(len(self.engines))]
 
     def effective_settings(self, timeout_s: float, phase: str) -> dict[str, Any]:
         """Waits until every engine is up; settings of the first (all are alike)."""
         calls = [engine.effective_settings.remote() for engine in self.engines]
-        return wait_for(phase, self._names, calls, timeout_s)[0]
+        return wait_for(phase, self._crew.names, calls, timeout_s)[0]
+
+    def replace_all(self) -> None:
+        """Starts every engine afresh, with the weights of model.path; waits."""
+        for number in range(len(self.engines)):
+            self._crew.replace(number)
+        self.effective_settings(self._start_timeout_s, "restart (limit: placement.start_timeout_s)")
+
+    def _restart(self, number: int, failure: ActorError) -> None:
+        """Puts a new engine with the current weights in the place of a lost one."""
+        self._restart_empty(number, failure)
+        update = self._current_weights()
+        if update is not None:
+            call = {number: lambda engine: engine.update_weights.remote(update)}
+            self._crew.call("weight sync", call, self._timeout_s, self._restart_empty)
+
+    def _restart_empty(self, number: int, failure: ActorError) -> None:
+        if not self._replaceable:
+            raise StateLost(str(failure), failure.cause) from failure
+        self._crew.restart(number, failure, lambda engine: engine.effective_settings.remote(), self._start_timeout_s)
+
+
+def _generate_call(requests: Sequence[RolloutRequest]) -> Call:
+    return lambda engine: engine.generate.remote(requests)
 
 
 def _request_load(request: RolloutRequest) -> int:

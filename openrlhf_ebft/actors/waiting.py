@@ -5,14 +5,17 @@ from __future__ import annotations
 import re
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import ray
 from ray import ObjectRef
 
+from openrlhf_ebft.actors.pulse import Pulse
+
 _IN_CONSTRUCTOR = "raised in its creation task"
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
+_LOOK_S = 0.5  # time between looks at the pulses of actors that are waited for
 
 
 class ActorError(RuntimeError):
@@ -23,20 +26,39 @@ class ActorError(RuntimeError):
         self.cause = cause
 
     @property
+    def is_loss(self) -> bool:
+        """Whether the actor is gone or stuck: another in its place may do the work."""
+        return isinstance(self, ActorGone | ActorHung | ActorTimeout)
+
+    @property
     def may_pass(self) -> bool:
-        """Whether a repeated call may succeed: not with wrong input, nor on an actor that is stuck or gone."""
-        return not isinstance(self, ActorTimeout | ActorGone) and not isinstance(self.cause, ValueError)
+        """Whether a repeated call to the same actor may succeed: not with wrong input, nor on a lost actor."""
+        return not self.is_loss and not isinstance(self.cause, ValueError)
 
 
 class ActorTimeout(ActorError):
     """A remote call did not finish within its limit."""
 
 
+class ActorHung(ActorError):
+    """The actor's process gives no sign of life."""
+
+
 class ActorGone(ActorError):
     """The actor's process has ended."""
 
 
-def wait_for(phase: str, names: Sequence[str], calls: Sequence[ObjectRef], timeout_s: float) -> list[Any]:
+class StateLost(ActorError):
+    """What a lost actor held can only come back from a checkpoint."""
+
+
+class ResultLost(ActorError):
+    """A result that the call needed has gone with the node that held it."""
+
+
+def wait_for(
+    phase: str, names: Sequence[str], calls: Sequence[ObjectRef], timeout_s: float, pulses: Sequence[Pulse] = ()
+) -> list[Any]:
     """Returns the results of `calls` in order.
 
     Args:
@@ -44,24 +66,56 @@ def wait_for(phase: str, names: Sequence[str], calls: Sequence[ObjectRef], timeo
         names: the actor behind each call.
         calls: results to wait for.
         timeout_s: limit for all of them together, in seconds from now.
+        pulses: the pulse of each actor; none: only the limit ends the wait for a process that has stopped.
 
     Raises:
         ActorTimeout: names the actors that have not answered.
+        ActorHung: names the first actor without a sign of life.
         ActorGone: names the first actor whose process has ended.
         ActorError: names the first actor that failed, with its exception's type and text.
     """
-    pending = list(calls)
-    results: dict[ObjectRef, Any] = {}
-    end = time.monotonic() + timeout_s
+    results: dict[int, Any] = {}
     # The first failure ends the wait: the others may be stuck waiting for the actor that failed.
+    for number, outcome in outcomes(phase, names, calls, timeout_s, pulses):
+        if isinstance(outcome, ActorError):
+            raise outcome
+        results[number] = outcome
+    return [results[number] for number in range(len(calls))]
+
+
+def outcomes(
+    phase: str, names: Sequence[str], calls: Sequence[ObjectRef], timeout_s: float, pulses: Sequence[Pulse] = ()
+) -> Iterator[tuple[int, Any]]:
+    """Yields (number of the call, its result or its `ActorError`) as they come, one for each call; see `wait_for`."""
+    numbers = {call: number for number, call in enumerate(calls)}
+    watched = dict(zip(calls, pulses, strict=True)) if pulses else {}
+    for pulse in watched.values():
+        pulse.watch()
+    pending = list(calls)
+    end = time.monotonic() + timeout_s
     while pending:
-        done, still = ray.wait(pending, num_returns=1, timeout=max(end - time.monotonic(), 0))
-        if not done:
-            late = [name for name, call in zip(names, calls, strict=True) if call in still]
-            raise ActorTimeout(f"{phase}: no answer from {', '.join(late)} within {timeout_s:g} s")
-        results[done[0]] = _result(phase, names[calls.index(done[0])], done[0])
-        pending = still
-    return [results[call] for call in calls]
+        left = max(end - time.monotonic(), 0)
+        done, pending = ray.wait(pending, num_returns=1, timeout=min(left, _LOOK_S) if watched else left)
+        for call in done:
+            yield numbers[call], _result(phase, names[numbers[call]], call)
+        if done:
+            continue
+        for call in [call for call in pending if call in watched and watched[call].is_silent()]:
+            pending.remove(call)
+            yield numbers[call], _hung(phase, names[numbers[call]], watched[call])
+        if left == 0 and pending:
+            late = ", ".join(names[numbers[call]] for call in pending)
+            yield from (
+                (numbers[call], ActorTimeout(f"{phase}: no answer from {late} within {timeout_s:g} s"))
+                for call in pending
+            )
+            return
+
+
+def _hung(phase: str, name: str, pulse: Pulse) -> ActorHung:
+    return ActorHung(
+        f"{phase}: {name} hangs: its process has given no sign of life for {pulse.limit_s:g} s (recovery.heartbeat_s)"
+    )
 
 
 def _result(phase: str, name: str, call: ObjectRef) -> Any:
@@ -70,16 +124,24 @@ def _result(phase: str, name: str, call: ObjectRef) -> Any:
         return ray.get(call)
     except ray.exceptions.RayTaskError as error:
         cause = error.cause if isinstance(error.cause, BaseException) else None
+        if isinstance(cause, ray.exceptions.ObjectLostError):
+            return ResultLost(f"{phase}: {name} did not get its input: {_first_line(cause)}", cause)
         text = "".join(traceback.format_exception_only(cause)).strip() if cause else str(error)
-        raise ActorError(f"{phase}: {name} failed: {text}", cause) from error
+        return ActorError(f"{phase}: {name} failed: {text}", cause)
+    except ray.exceptions.ObjectLostError as error:
+        return ResultLost(f"{phase}: the answer of {name} is lost: {_first_line(error)}", error)
     except ray.exceptions.ActorDiedError as error:
         text = str(error)
         if _IN_CONSTRUCTOR in text:
-            raise ActorError(f"{phase}: {name} failed: {_last_exception(text)}") from error
-        cause = text.rpartition("\n")[2].partition(" Some common causes")[0]
-        raise ActorGone(f"{phase}: {name} is gone: {cause} It was killed, or memory ran out (see dmesg).") from error
+            return ActorError(f"{phase}: {name} failed: {_last_exception(text)}", error)
+        cause_text = text.rpartition("\n")[2].partition(" Some common causes")[0]
+        return ActorGone(f"{phase}: {name} is gone: {cause_text} It was killed, or memory ran out (see dmesg).", error)
     except ray.exceptions.RayError as error:
-        raise ActorGone(f"{phase}: {name} is gone: {error}") from error
+        return ActorGone(f"{phase}: {name} is gone: {error}", error)
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().partition("\n")[0]
 
 
 def _last_exception(text: str) -> str:

@@ -7,6 +7,7 @@ from typing import Literal
 from openrlhf_ebft.actors.policy_trainer import PolicyTrainerGroup
 from openrlhf_ebft.actors.rollout_engine import RolloutEngineGroup
 from openrlhf_ebft.config.sections import RolloutConfig
+from openrlhf_ebft.distributed.weight_sync import WeightUpdate
 
 Transfer = Literal["object_store", "nccl", "ipc"]
 
@@ -23,11 +24,23 @@ def choose_transfer(config: RolloutConfig, *, with_gpus: bool) -> Transfer:
 class WeightSync:
     """Sends weights after optimizer steps. An update that failed changed no published version and can be repeated."""
 
-    def __init__(self, trainer: PolicyTrainerGroup, rollout: RolloutEngineGroup, transfer: Transfer) -> None:
+    def __init__(
+        self, trainer: PolicyTrainerGroup, rollout: RolloutEngineGroup, transfer: Transfer, *, keep: bool = False
+    ) -> None:
+        """With `keep` the last update stays in the object store: engines that fall behind the trainer can be
+        filled again."""
         self._trainer = trainer
         self._rollout = rollout
         self._transfer = transfer
-        self.version = 0  # weights that the engines hold
+        self._keep = keep
+        self._kept: WeightUpdate | None = None
+        self._held: int | None = 0
+        rollout.refill_from(self._current if transfer == "object_store" else None)
+
+    @property
+    def version(self) -> int | None:
+        """Version of the weights that the engines hold; None when it is not one of the trainer's."""
+        return self._held
 
     def connect(self) -> None:
         """Lets trainer and engines meet; once, after both are up."""
@@ -39,12 +52,30 @@ class WeightSync:
 
         Raises ActorError with the text of the engine or rank that failed.
         """
-        if self.version == self._trainer.version:
-            return self.version
+        version = self._trainer.version
+        if self._held == version:
+            return version
         if self._transfer == "object_store":
-            self._rollout.update_weights(self._trainer.export_update())
+            update = self._trainer.export_update()
+            self._rollout.update_weights(update)
+            self._kept = update if self._keep else None
         else:
             self._trainer.send_weights()
-            self._rollout.check_versions(self._trainer.version)
-        self.version = self._trainer.version
-        return self.version
+            self._rollout.check_versions(version)
+        self._held = version
+        return version
+
+    def start_over(self) -> None:
+        """After the trainer was started afresh: what the engines hold is no weights of its any more."""
+        self._held, self._kept = None, None
+        if self._transfer != "object_store":
+            self._rollout.replace_all()
+            self.connect()
+
+    def _current(self) -> WeightUpdate | None:
+        """The weights that the engines hold, for a new one among them; None while they are those of model.path."""
+        if self._held in (None, 0):
+            return None  # None: the next push fills all engines
+        if self._held == self._trainer.version:
+            return self._trainer.export_update()
+        return self._kept

@@ -6,6 +6,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
+from openrlhf_ebft.config.durability import CheckpointConfig, RecoveryConfig
 from openrlhf_ebft.config.lora import LoRAConfig
 from openrlhf_ebft.config.section import EmbedMethod, Fraction, Precision, Section
 from openrlhf_ebft.config.training_sections import DeepSpeedConfig, OptimizerConfig, PolicyConfig
@@ -165,14 +166,6 @@ class PlacementConfig(Section):
     schedule_timeout_s: float = Field(10.0, gt=0.0, description="limit for Ray to place the actors, in seconds")
 
 
-class CheckpointConfig(Section):
-    """Checkpoints of the trainer and the exported model."""
-
-    every_steps: int = Field(0, ge=0, description="optimizer steps between checkpoints; 0: none")
-    keep_last: int = Field(2, ge=1, description="newest complete checkpoints that are kept")
-    on_interrupt: bool = Field(False, description="save a checkpoint on Ctrl-C or SIGTERM")
-
-
 class EvaluationConfig(Section):
     """Held-out evaluation before, during and after training."""
 
@@ -210,6 +203,7 @@ class EBFTConfig(Section):
     lora: LoRAConfig = Field(default_factory=LoRAConfig)
     placement: PlacementConfig = Field(default_factory=PlacementConfig)
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
+    recovery: RecoveryConfig = Field(default_factory=RecoveryConfig)
     evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig)
     logging: LoggingConfig = Field(default_factory=LoggingConfig)
 

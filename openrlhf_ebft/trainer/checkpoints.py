@@ -57,10 +57,15 @@ def save_checkpoint(
 
 
 def latest_checkpoint(folder: Path, say: Callable[[str], None]) -> Checkpoint:
-    """The newest complete checkpoint; damaged and half-written ones are named and passed over.
+    """As `newest_checkpoint`. Raises UserError when there is none."""
+    checkpoint = newest_checkpoint(folder, say)
+    if checkpoint is None:
+        raise UserError(f"{folder} holds no complete checkpoint (checkpoint.every_steps sets how often one is saved)")
+    return checkpoint
 
-    Raises UserError when there is none.
-    """
+
+def newest_checkpoint(folder: Path, say: Callable[[str], None]) -> Checkpoint | None:
+    """The newest complete checkpoint, None without any; damaged and half-written ones are named and passed over."""
     for partial in sorted(folder.glob(f"*{PARTIAL}")):
         say(f"passing over {partial}: its save did not finish")
     for path in _numbered(folder):
@@ -68,7 +73,7 @@ def latest_checkpoint(folder: Path, say: Callable[[str], None]) -> Checkpoint:
         if problem is None:
             return Checkpoint(path, _state(json.loads((path / MANIFEST).read_text(encoding="utf-8"))["state"]))
         say(f"passing over {path}: {problem}")
-    raise UserError(f"{folder} holds no complete checkpoint (checkpoint.every_steps sets how often one is saved)")
+    return None
 
 
 def _problem(path: Path) -> str | None:

@@ -57,6 +57,15 @@ class EBFTTrainer:
         self.state = checkpoint.state
         self.console.say(f"resumed after step {self.state.step} from {checkpoint.path}")
 
+    def begin(self) -> None:
+        """Goes on from the first step, with trainer ranks that have just been started."""
+        self.state = TrainerState()
+        self.console.say("begun again from the first step: there is no checkpoint yet")
+
+    def rewind_records(self) -> None:
+        """Drops the records of steps that come again."""
+        self.tracker.rewind(self.state.step, final_too=self.state.step == self.schedule.total)
+
     def train(self, heldout: Sequence[Reference], interrupts: Interrupts, checkpoints: Path) -> None:
         """Runs the phases that are left, until the end or until an interrupt asks to stop.
 
@@ -76,7 +85,7 @@ class EBFTTrainer:
         if self.state.step < self.schedule.sft_steps:
             self._sft_step()
             return
-        if self.state.step == self.schedule.sft_steps or self.actors.weights.version == 0:
+        if self.state.step == self.schedule.sft_steps or not self.actors.weights.version:
             self.actors.weights.push()
         self._ebft_step()
         every = self.config.evaluation.every_steps
@@ -122,8 +131,7 @@ class EBFTTrainer:
             rollouts = self.actors.rollout.generate(self._requests(references))
         trees = [RolloutTree.from_rollout(ref, rollout) for ref, rollout in zip(references, rollouts, strict=True)]
         with clock.phase("features"):
-            products = self.actors.features.async_products(trees)
-            rewards = self.actors.rewards.rewards(self.state.step, trees, products)
+            rewards = self.actors.rewards.rewards(self.state.step, trees)
         items = [TrainItem.from_groups(tree, rewards.advantages) for tree in trees]
         with clock.phase("train"):
             metrics = self.actors.trainer.train_batch(items)
@@ -167,6 +175,7 @@ class EBFTTrainer:
             nonfinite_total=self.state.nonfinite_total + failed,
             nonfinite_in_a_row=in_a_row,
         )
+        self.actors.budget.reached(self.state.step)
         record = {**metrics, "nonfinite_steps": float(self.state.nonfinite_total), **clock.metrics()}
         self.tracker.log(self.state.step, phase, record)
         is_sft = phase == "sft"

@@ -109,8 +109,7 @@ def evaluate(actors: RunActors, config: EBFTConfig, references: Sequence[Referen
     ]
     rollouts = actors.rollout.generate(requests)
     trees = [RolloutTree.from_rollout(ref, rollout) for ref, rollout in zip(references, rollouts, strict=True)]
-    products = actors.features.async_products(trees)
-    rewards = actors.rewards.rewards(EVALUATION_STEP, trees, products, phase="evaluation")
+    rewards = actors.rewards.rewards(EVALUATION_STEP, trees, phase="evaluation")
     scores = actors.trainer.score(trees)
     examples = []
     for tree, score in zip(trees, scores, strict=True):

@@ -27,6 +27,7 @@ from openrlhf_ebft.trainer.ebft_trainer import EBFTTrainer, NonFiniteSteps
 from openrlhf_ebft.trainer.evaluation import EvaluationResult, compare, evaluate
 from openrlhf_ebft.trainer.interrupts import Interrupts
 from openrlhf_ebft.trainer.model_checks import check_sizes, read_models
+from openrlhf_ebft.trainer.recovery import carried_through
 from openrlhf_ebft.trainer.report import write_report
 from openrlhf_ebft.trainer.results import write_results
 from openrlhf_ebft.trainer.run_directory import RunDirectory, written_aside
@@ -82,28 +83,35 @@ def _train(run: PreparedRun, folder: RunDirectory, checkpoint: Checkpoint | None
             folder.create(run.config)
         settings = actors.rollout.effective_settings(run.config.rollout.timeout_s, "rollout settings")
         folder.rollout_settings.write_text(json.dumps(settings, indent=2), encoding="utf-8")
-        resume_after = checkpoint.state.step if checkpoint else None
-        with closing(Tracker(folder.path, run.config, resume_after=resume_after)) as tracker:
+        with closing(Tracker(folder.path, run.config)) as tracker:
             trainer = EBFTTrainer(run.config, actors, run.train, run.plan, run.schedule, tracker, console)
             if checkpoint is not None:
                 trainer.resume(checkpoint)
-            elif run.heldout:
-                trainer.evaluate(run.heldout).save(folder.first_evaluation)
-            trainer.train(run.heldout, interrupts, folder.checkpoints)
-            if interrupts.requested:
-                raise KeyboardInterrupt
-            after = trainer.evaluate(run.heldout) if run.heldout else None
-        with written_aside(folder.model) as aside:
-            actors.trainer.save_model(aside)
-            run.tokenizer.save_pretrained(aside)
+                trainer.rewind_records()
+            after = carried_through(trainer, folder, lambda: _to_the_end(run, trainer, folder, interrupts))
         if after is not None:
             _show_results(run, folder, EvaluationResult.load(folder.first_evaluation), after, console)
         write_report([folder.path], folder.report)
-        console.say(
-            f"report: {folder.report}\nmodel: {folder.model}\ngenerate: openrlhf-ebft generate {folder.model} {EXAMPLE_PROMPT!r}"
-        )
+        console.say(f"report: {folder.report}\nmodel: {folder.model}")
+        console.say(f"generate: openrlhf-ebft generate {folder.model} {EXAMPLE_PROMPT!r}")
 
     return on_cluster(run, console, work)
+
+
+def _to_the_end(
+    run: PreparedRun, trainer: EBFTTrainer, folder: RunDirectory, interrupts: Interrupts
+) -> EvaluationResult | None:
+    """Trains on from where `trainer` stands, evaluates and saves the model; returns the last evaluation, if any."""
+    if run.heldout and trainer.state.step == 0 and not folder.first_evaluation.exists():
+        trainer.evaluate(run.heldout).save(folder.first_evaluation)
+    trainer.train(run.heldout, interrupts, folder.checkpoints)
+    if interrupts.requested:
+        raise KeyboardInterrupt
+    after = trainer.evaluate(run.heldout) if run.heldout else None
+    with written_aside(folder.model) as aside:
+        trainer.actors.trainer.save_model(aside)
+        run.tokenizer.save_pretrained(aside)
+    return after
 
 
 def on_cluster(run: PreparedRun, console: Console, work: Callable[[RunActors, Interrupts], None]) -> int:
@@ -144,6 +152,7 @@ def _start(run: PreparedRun, console: Console) -> RunActors:
             max_model_len=run.max_model_len,
             total_steps=run.schedule.optimizer_steps,
             say=say,
+            report_loss=console.say,
         )
 
 

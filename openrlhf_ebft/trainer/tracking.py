@@ -24,15 +24,25 @@ def check_trackers(config: EBFTConfig) -> None:
 class Tracker:
     """One record a step, to every place that the configuration names."""
 
-    def __init__(self, folder: Path, config: EBFTConfig, *, resume_after: int | None = None) -> None:
-        """`folder` is the run directory. With `resume_after` records of later steps are dropped: they come again."""
-        path = folder / "metrics.jsonl"
-        if resume_after is not None:
-            _drop_later(path, resume_after)
-        self._file = path.open("a", encoding="utf-8")
-        purge = None if resume_after is None else resume_after + 1
-        self._tensorboard = _tensorboard(folder, purge) if config.logging.tensorboard else None
+    def __init__(self, folder: Path, config: EBFTConfig) -> None:
+        """`folder` is the run directory; records are added to those that it has."""
+        self._folder = folder
+        self._path = folder / "metrics.jsonl"
+        self._file = self._path.open("a", encoding="utf-8")
+        self._tensorboard = _tensorboard(folder, None) if config.logging.tensorboard else None
         self._wandb = _wandb(folder, config) if config.logging.wandb_project else None
+
+    def rewind(self, step: int, *, final_too: bool = False) -> None:
+        """Drops the records of steps after `step`, which come again; with `final_too` also an evaluation at `step`.
+
+        Weights & Biases takes records but does not give them back: there the steps show twice.
+        """
+        self._file.close()
+        _drop_later(self._path, step, final_too)
+        self._file = self._path.open("a", encoding="utf-8")
+        if self._tensorboard is not None:
+            self._tensorboard.close()
+            self._tensorboard = _tensorboard(self._folder, step + 1)
 
     def log(self, step: int, phase: str, metrics: dict[str, float | None]) -> None:
         """Records one step.
@@ -65,11 +75,14 @@ def _finite(value: float | None) -> float | None:
     return value if value is not None and math.isfinite(value) else None
 
 
-def _drop_later(path: Path, step: int) -> None:
+def _drop_later(path: Path, step: int, final_too: bool) -> None:
     """Keeps the records up to `step`; a last line that was cut off in writing goes, too."""
     kept = []
     for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
-        if not line.endswith("\n") or json.loads(line)["step"] > step:
+        if not line.endswith("\n"):
+            break
+        record = json.loads(line)
+        if record["step"] > step or (final_too and record["step"] == step and record["phase"] == "evaluation"):
             break
         kept.append(line)
     aside = path.with_suffix(".jsonl.partial")

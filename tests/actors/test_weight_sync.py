@@ -88,5 +88,5 @@ def test_a_refused_update_raises_with_the_engines_words_and_can_be_repeated(acto
 @pytest.mark.stack
 def test_a_dead_engine_is_named(actors):
     ray.kill(actors.rollout.engines[0])
-    with pytest.raises(ActorError, match="score: rollout engine 0 is gone"):
-        actors.rollout.score([SEQUENCE])
+    with pytest.raises(ActorError, match="weight sync: rollout engine 0 is gone"):
+        actors.rollout.check_versions(0)

@@ -1,13 +1,10 @@
 """Actors that die and clusters that are too small: the command says who and when, ends, and leaves nothing behind."""
 
-import os
-import signal
-import subprocess
 import time
 
 import pytest
 
-from tests.trainer import runs
+from tests.trainer import runs, victims
 
 pytestmark = pytest.mark.stack
 
@@ -24,34 +21,6 @@ def folder(tmp_path_factory):
     return path
 
 
-def offspring(pid: int) -> dict[int, str]:
-    """Descendants of a process, by id: their command lines."""
-    table = subprocess.run(["ps", "-eo", "pid,ppid,stat,args"], capture_output=True, text=True, check=True).stdout
-    rows = [line.split(None, 3) for line in table.splitlines()[1:]]
-    found: dict[int, str] = {}
-    parents = {pid}
-    while parents:
-        children = {
-            int(r[0]): r[3] for r in rows if int(r[1]) in parents and int(r[0]) not in found and "Z" not in r[2]
-        }
-        found |= children
-        parents = set(children)
-    return found
-
-
-def check_gone(processes: dict[int, str], output: str) -> None:
-    """Every process that a run had started has ended, or does so within seconds."""
-    deadline = time.monotonic() + 20
-    while (left := [pid for pid in processes if is_alive(pid)]) and time.monotonic() < deadline:
-        time.sleep(0.2)
-    assert not left, f"left behind: {[processes[pid] for pid in left]}\n{output}"
-
-
-def is_alive(pid: int) -> bool:
-    state = subprocess.run(["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True).stdout.strip()
-    return bool(state) and "Z" not in state
-
-
 @pytest.mark.parametrize("victim", VICTIMS)
 def test_a_killed_actor_ends_the_run_with_its_name_and_phase(folder, victim):
     """The trainer has two ranks: the one that lives waits for the dead one inside a collective call."""
@@ -63,16 +32,13 @@ def test_a_killed_actor_ends_the_run_with_its_name_and_phase(folder, victim):
         placement={"trainer_cpus": 0.25},
         data={"heldout_fraction": 0.0},
         evaluation={"max_examples": 0},
+        recovery={"max_restarts": 0},
     )
     process = runs.start("train", str(config))
     metrics = folder / "runs" / victim / "metrics.jsonl"
-    deadline = time.monotonic() + 150
-    while not (metrics.exists() and '"ebft"' in metrics.read_text()):
-        assert process.poll() is None and time.monotonic() < deadline, process.communicate()[0]
-        time.sleep(0.1)
-    processes = offspring(process.pid)
-    killed = max(pid for pid, arguments in processes.items() if f"ray::{victim}" in arguments)
-    os.kill(killed, signal.SIGKILL)
+    victims.wait_for_record(process, metrics, '"ebft"')
+    processes = victims.offspring(process.pid)
+    victims.harm(process, victim)
     start = time.monotonic()
     output, _ = process.communicate(timeout=60)
     took = time.monotonic() - start
@@ -81,7 +47,7 @@ def test_a_killed_actor_ends_the_run_with_its_name_and_phase(folder, victim):
     assert VICTIMS[victim] in message and "is gone" in message, output
     assert "Traceback" not in output
     assert took < 20, f"{took:.1f} s\n{output}"
-    check_gone(processes, output)
+    victims.check_gone(processes, output)
 
 
 def test_a_cluster_that_is_too_small_is_an_error_that_leaves_nothing(folder):
