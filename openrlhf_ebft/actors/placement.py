@@ -10,8 +10,9 @@ from openrlhf_ebft.config.errors import UserError
 from openrlhf_ebft.config.sections import EBFTConfig
 
 TRAINER, ENGINE, FEATURES, AGGREGATOR = "policy trainer", "rollout engine", "feature network", "reward aggregator"
-SHARED_GPU = 0.3
-"""What Ray books for one of the three roles on a GPU that they share; they take turns, so it is no limit."""
+REFERENCE = "reference model"
+SHARED_GPU = 0.25
+"""What Ray books for one of the four roles on a GPU that they share; they take turns, so it is no limit."""
 
 
 @dataclass(frozen=True)
@@ -109,12 +110,15 @@ def list_roles(config: EBFTConfig, *, with_gpus: bool, shared: bool = False) -> 
     def gpus(own: float) -> float:
         return on * (min(own, SHARED_GPU) if shared else own)
 
-    return [
+    reference_replicas = config.reference.num_replicas if config.has_reference_actors else 0
+    roles = [
         Role(TRAINER, config.policy.num_ranks, place.trainer_cpus, gpus(place.gpus_per_trainer_rank)),
         Role(ENGINE, config.rollout.num_engines, place.rollout_cpus, gpus(config.rollout.tensor_parallel_size)),
         Role(FEATURES, config.features.num_replicas, place.feature_cpus, gpus(place.gpus_per_feature_replica)),
+        Role(REFERENCE, reference_replicas, place.reference_cpus, gpus(place.gpus_per_reference_replica)),
         Role(AGGREGATOR, 1, place.aggregator_cpus, 0.0),
     ]
+    return [role for role in roles if role.count]
 
 
 def _require_gpus_for_flex(config: EBFTConfig, *, with_gpus: bool) -> None:

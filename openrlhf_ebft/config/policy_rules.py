@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from pydantic.fields import FieldInfo
+
+from openrlhf_ebft.config.section import Section
 from openrlhf_ebft.config.sections import EBFTConfig
 
 
@@ -55,11 +58,77 @@ def _one_size_of_micro_batches(config: EBFTConfig) -> Iterator[str]:
         )
 
 
+def _function_coef_has_a_function(config: EBFTConfig) -> Iterator[str]:
+    reward = config.reward
+    if reward.function is None and reward.function_coef != 1:
+        yield (
+            f"reward.function_coef = {reward.function_coef} weighs a function, but reward.function = null: name one, "
+            "or leave reward.function_coef out"
+        )
+
+
+def _average_is_kept(config: EBFTConfig) -> Iterator[str]:
+    wants = {"policy.export_ema": config.policy.export_ema, "evaluation.use_ema": config.evaluation.use_ema}
+    for key, wanted in wants.items():
+        if wanted and config.policy.ema_decay is None:
+            yield (
+                f"{key} = true takes averaged weights, but policy.ema_decay = null keeps none: set policy.ema_decay "
+                f"(0.9), or {key} to false"
+            )
+
+
+def _reference_has_a_term(config: EBFTConfig) -> Iterator[str]:
+    policy, reference = config.policy, config.reference
+    if policy.kl_coef == 0:
+        changed = [name for name, field in type(reference).model_fields.items() if _is_set(reference, name, field)]
+        if policy.kl_estimator != "k3":
+            yield f"policy.kl_estimator = {policy.kl_estimator} estimates a term that policy.kl_coef = 0 leaves out"
+        for name in changed:
+            yield (
+                f"reference.{name} = {getattr(reference, name)} belongs to the KL term, but policy.kl_coef = 0: set "
+                f"policy.kl_coef above 0 (0.01), or leave reference.{name} out"
+            )
+        return
+    if reference.source == "separate":
+        return
+    if not config.lora.is_on:
+        yield (
+            "reference.source = policy_base takes the policy's own frozen weights, but with lora.rank = 0 all weights "
+            "train: set lora.rank to 1 or more (16), or reference.source to separate"
+        )
+    for name in ("path", "dtype", "num_replicas"):
+        if _is_set(reference, name, type(reference).model_fields[name]):
+            yield (
+                f"reference.{name} = {getattr(reference, name)}, but reference.source = policy_base takes the "
+                f"trainer's own base model: leave reference.{name} out, or set reference.source to separate"
+            )
+
+
+def _is_set(section: Section, name: str, field: FieldInfo) -> bool:
+    return bool(getattr(section, name) != field.default)
+
+
+def _note_kl_estimator(config: EBFTConfig) -> Iterator[str]:
+    if config.policy.kl_coef > 0 and config.policy.kl_estimator == "k1":
+        yield (
+            "policy.kl_estimator = k1: as a loss term its gradient is 0 on average, so it adds noise and no pull: "
+            "take k2 (reverse KL) or k3"
+        )
+
+
 def _note_single_update(config: EBFTConfig) -> Iterator[str]:
     policy = config.policy
     if policy.loss != "reinforce" and policy.updates_per_batch == 1:
         yield (f"policy.loss = {policy.loss} with policy.updates_per_batch = 1 has ratios of 1: the same as reinforce")
 
 
-POLICY_RULES = (_updates_have_a_loss, _clips_have_a_ratio, _one_warmup, _one_size_of_micro_batches)
-POLICY_NOTES = (_note_single_update,)
+POLICY_RULES = (
+    _updates_have_a_loss,
+    _clips_have_a_ratio,
+    _one_warmup,
+    _one_size_of_micro_batches,
+    _function_coef_has_a_function,
+    _average_is_kept,
+    _reference_has_a_term,
+)
+POLICY_NOTES = (_note_kl_estimator, _note_single_update)

@@ -65,9 +65,11 @@ def _loss_has_a_term(config: EBFTConfig) -> Iterator[str]:
     policy, reward = config.policy, config.reward
     if policy.rl_coef == 0 and policy.ce_coef == 0:
         yield "policy.rl_coef = 0 and policy.ce_coef = 0 leave nothing to learn from: set one of them above 0"
-    if policy.rl_coef > 0 and reward.alignment_coef == 0 and reward.diversity_coef == 0:
+    with_function = reward.function is not None and reward.function_coef > 0
+    if policy.rl_coef > 0 and reward.alignment_coef == 0 and reward.diversity_coef == 0 and not with_function:
         yield (
             "reward.alignment_coef = 0 and reward.diversity_coef = 0 make every reward 0: set one of them above 0, "
+            "name a reward.function, "
             f"or policy.rl_coef = {policy.rl_coef} to 0"
         )
 

@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 from openrlhf_ebft.config.durability import CheckpointConfig, RecoveryConfig
 from openrlhf_ebft.config.lora import LoRAConfig
 from openrlhf_ebft.config.section import EmbedMethod, Fraction, Precision, Section
-from openrlhf_ebft.config.training_sections import DeepSpeedConfig, OptimizerConfig, PolicyConfig
+from openrlhf_ebft.config.training_sections import DeepSpeedConfig, OptimizerConfig, PolicyConfig, ReferenceConfig
 
 
 class ModelConfig(Section):
@@ -136,10 +136,17 @@ class FeatureConfig(Section):
 
 
 class RewardConfig(Section):
-    """Alignment minus diversity, and the baseline that turns rewards into advantages."""
+    """Alignment minus diversity, a function of your own, and the baseline that turns rewards into advantages."""
 
     alignment_coef: float = Field(1.0, ge=0.0, description="weight of alignment with the ground truth")
     diversity_coef: float = Field(1.0, ge=0.0, description="weight of the similarity to sibling completions")
+    function: str | None = Field(
+        None,
+        pattern=r".+:[A-Za-z_]\w*$",
+        description="FILE.py:NAME of a Python function that gets prompts, completions and ground truths as text and "
+        "returns a number for each; default: none",
+    )
+    function_coef: float = Field(1.0, ge=0.0, description="weight of reward.function's values")
     advantage: Literal["rloo", "rloo_simple", "group_norm", "dr_grpo", "reinforce"] = Field(
         "rloo", description="advantage estimator of a group"
     )
@@ -152,8 +159,10 @@ class PlacementConfig(Section):
     trainer_cpus: float = Field(0.5, gt=0.0, description="CPUs reserved by each trainer rank")
     rollout_cpus: float = Field(0.5, gt=0.0, description="CPUs reserved by each rollout engine")
     feature_cpus: float = Field(0.25, gt=0.0, description="CPUs reserved by each feature replica")
+    reference_cpus: float = Field(0.25, gt=0.0, description="CPUs reserved by each reference model replica")
     aggregator_cpus: float = Field(0.25, gt=0.0, description="CPUs reserved by the reward aggregator")
     gpus_per_trainer_rank: float = Field(1.0, ge=0.0, description="GPUs of a trainer rank on a GPU cluster")
+    gpus_per_reference_replica: float = Field(1.0, ge=0.0, description="GPUs of a reference replica on a GPU cluster")
     gpus_per_feature_replica: float = Field(1.0, ge=0.0, description="GPUs of a feature replica on a GPU cluster")
     require_gpus: bool = Field(False, description="refuse a cluster without GPUs instead of running on its CPUs")
     share_gpus: Literal["auto", "always", "never"] = Field(
@@ -171,6 +180,7 @@ class EvaluationConfig(Section):
 
     every_steps: int = Field(0, ge=0, description="EBFT steps between evaluations; 0: only before and after")
     max_examples: int = Field(24, ge=0, description="held-out rows that are evaluated; 0: no evaluation")
+    use_ema: bool = Field(False, description="evaluate the averaged weights (policy.ema_decay), not the last ones")
     show_samples: int = Field(3, ge=0, description="completions printed before and after")
 
 
@@ -198,6 +208,7 @@ class EBFTConfig(Section):
     features: FeatureConfig = Field(default_factory=FeatureConfig)
     reward: RewardConfig = Field(default_factory=RewardConfig)
     policy: PolicyConfig = Field(default_factory=PolicyConfig)
+    reference: ReferenceConfig = Field(default_factory=ReferenceConfig)
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
     deepspeed: DeepSpeedConfig = Field(default_factory=DeepSpeedConfig)
     lora: LoRAConfig = Field(default_factory=LoRAConfig)
@@ -216,6 +227,11 @@ class EBFTConfig(Section):
         if self.features.embed_method is None:
             self.features.embed_method = "last_token" if self.data.mode == "strided" else "completion_mean"
         return self
+
+    @property
+    def has_reference_actors(self) -> bool:
+        """Whether the KL term needs actors with a reference model."""
+        return self.policy.kl_coef > 0 and self.reference.source == "separate"
 
     @property
     def completion_limit(self) -> int:

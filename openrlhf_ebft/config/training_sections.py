@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from openrlhf_ebft.config.section import DecayRate, Fraction, Section
+from openrlhf_ebft.config.section import DecayRate, Fraction, Precision, Section
 
 
 def _clip_defaults(loss: Any) -> dict[str, float]:
@@ -54,9 +54,18 @@ class PolicyConfig(Section):
     rl_coef: float = Field(1.0, ge=0.0, description="weight of the policy loss")
     ce_coef: float = Field(0.03, ge=0.0, description="weight of the cross-entropy of the ground truth")
     entropy_coef: float = Field(0.0, ge=0.0, description="weight of the entropy bonus")
+    kl_coef: float = Field(0.0, ge=0.0, description="weight of the KL term towards the reference model; 0: no term")
+    kl_estimator: Literal["k1", "k2", "k3"] = Field("k3", description="estimate of the KL term for each token")
     aggregation: Literal["sequence_mean", "token_mean", "dr_grpo"] = Field(
         "sequence_mean", description="how token losses become one number"
     )
+    ema_decay: float | None = Field(
+        None,
+        gt=0.0,
+        lt=1.0,
+        description="keep a moving average of the weights with this decay (the paper's authors: 0.9); default: none",
+    )
+    export_ema: bool = Field(False, description="write the averaged model, too, to model-ema/ in the run directory")
     gradient_checkpointing: bool = Field(False, description="recompute activations in the backward pass")
     logprob_chunk_tokens: int = Field(512, ge=1, description="tokens whose logits exist at one time")
     max_nonfinite_steps: int = Field(3, ge=1, description="skipped steps in a row that stop the run")
@@ -70,6 +79,21 @@ class PolicyConfig(Section):
             return values
         given = {name: value for name, value in values.items() if value is not None}
         return values | {name: given.get(name, default) for name, default in _clip_defaults(values.get("loss")).items()}
+
+
+class ReferenceConfig(Section):
+    """The frozen model that policy.kl_coef keeps the policy near; started only when that is above 0."""
+
+    source: Literal["separate", "policy_base"] = Field(
+        "separate",
+        description="separate: actors with a model of their own; policy_base: the trainer's own base model with its "
+        "adapters switched off (lora.rank), no second copy",
+    )
+    path: str | None = Field(None, description="reference model's folder or name; default: model.path")
+    dtype: Precision | None = Field(None, description="precision of the reference model; default: model.dtype")
+    num_replicas: int = Field(1, ge=1, description="number of reference model actors")
+    max_tokens_per_batch: int = Field(8192, ge=1, description="tokens of one forward pass of the reference model")
+    timeout_s: float = Field(900.0, gt=0.0, description="limit of one step's log-probabilities, in seconds")
 
 
 class OptimizerConfig(Section):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
@@ -138,3 +138,17 @@ class TreeBatch:
     def _numbered(parts: Sequence[Tensor], counts: Sequence[int]) -> Tensor:
         offsets = itertools.accumulate(counts, initial=0)
         return torch.cat([part + offset for part, offset in zip(parts, offsets, strict=False)])
+
+
+def batches_by_tokens(lengths: Sequence[int], limit: int) -> Iterator[list[int]]:
+    """Consecutive numbers whose padded size (count times longest) stays within `limit`; at least one a batch."""
+    batch: list[int] = []
+    longest = 0
+    for number, length in enumerate(lengths):
+        if batch and max(longest, length) * (len(batch) + 1) > limit:
+            yield batch
+            batch, longest = [], 0
+        batch.append(number)
+        longest = max(longest, length)
+    if batch:
+        yield batch

@@ -23,6 +23,7 @@ from openrlhf_ebft.core.tree_batch import TreeBatch
 from openrlhf_ebft.distributed.deepspeed_config import deepspeed_config
 from openrlhf_ebft.distributed.device import communication_backend, local_device
 from openrlhf_ebft.distributed.full_tensors import full_adapters, full_weights, weight_specs
+from openrlhf_ebft.distributed.ema import WeightAverage
 from openrlhf_ebft.distributed.optimizer import build_optimizer, build_scheduler
 from openrlhf_ebft.distributed.policy_loading import load_policy
 from openrlhf_ebft.distributed.weight_sync import TensorSpec
@@ -46,6 +47,8 @@ def loss_settings(config: EBFTConfig) -> LossSettings:
         rl_coef=policy.rl_coef,
         ce_coef=policy.ce_coef,
         entropy_coef=policy.entropy_coef,
+        kl_coef=policy.kl_coef,
+        kl_estimator=policy.kl_estimator,
         sampler_cap=policy.tis_cap,
     )
 
@@ -97,7 +100,15 @@ class PolicyTrainer:
         if self._plain_optimizer:
             self.engine.enable_backward_allreduce = False
         self._loss_settings = loss_settings(config)
+        self._average = self._start_average()
         self.step = 0  # applied optimizer steps: the version of the weights
+
+    def _start_average(self) -> WeightAverage | None:
+        decay = self.config.policy.ema_decay
+        if decay is None:
+            return None
+        trained = {name: p for name, p in self.engine.module.named_parameters() if p.requires_grad}
+        return WeightAverage(trained, decay, rank=self.rank, world_size=self.world_size)
 
     def train_step(
         self,
@@ -134,6 +145,8 @@ class PolicyTrainer:
                 totals[name] = totals.get(name, 0.0) + weight * float(value.detach())
         applied, grad_norm = self._apply()
         self.step += int(applied)
+        if applied and self._average is not None:
+            self._average.update()
         return {**totals, "applied": float(applied), "grad_norm": grad_norm, "learning_rate": float(learning_rate)}
 
     def _forward(self, batch: TreeBatch) -> TreeLogprobs:
@@ -218,6 +231,16 @@ class PolicyTrainer:
         """What the rollout engines get: all weights, or adapters alone (lora.sync); collective under ZeRO-3."""
         return full_adapters(self.engine.module) if self.config.lora.sends_adapters else self.named_weights()
 
+    def use_average(self, on: bool) -> None:
+        """Puts the averaged weights in the place of the trained ones, or these back; collective.
+
+        Scores, exports and updates of the engines then take the weights that are in place. Raises RuntimeError
+        without policy.ema_decay.
+        """
+        if self._average is None:
+            raise RuntimeError("policy.ema_decay is not set: there are no averaged weights")
+        self._average.swap(use_average=on)
+
     @contextmanager
     def without_adapters(self) -> Iterator[None]:
         """Inside the `with` block the policy is its frozen base model. Raises RuntimeError without LoRA."""
@@ -249,6 +272,8 @@ class PolicyTrainer:
             client_state={"applied_steps": self.step},
             exclude_frozen_parameters=self.config.lora.is_on,
         )
+        if self._average is not None:
+            self._average.save(folder)
         if self.config.lora.is_on:
             self.save_model(folder / ADAPTER_FOLDER)
 
@@ -256,12 +281,12 @@ class PolicyTrainer:
         """Reads what `save_checkpoint` wrote; collective. Raises RuntimeError when it does not fit this trainer."""
         # With adapters the frozen weights come from model.path and are not in the checkpoint.
         is_whole = not self.config.lora.is_on
-        path, client_state = self.engine.load_checkpoint(
-            str(folder), tag=_CHECKPOINT_TAG, load_module_strict=is_whole
-        )
+        path, client_state = self.engine.load_checkpoint(str(folder), tag=_CHECKPOINT_TAG, load_module_strict=is_whole)
         if path is None:
             raise RuntimeError(f"DeepSpeed found no checkpoint in {folder}")
         self.step = client_state["applied_steps"]
+        if self._average is not None:
+            self._average.load(folder)
 
     def close(self) -> None:
         """Leaves the process group."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from openrlhf_ebft.core.attention import AttentionMode
 from openrlhf_ebft.core.gram import group_gram
 from openrlhf_ebft.core.pooling import normalize_tokens, pool_rows, poolable_mask
 from openrlhf_ebft.core.rollout_tree import GroupGrid, RolloutTree
-from openrlhf_ebft.core.tree_batch import TreeBatch
+from openrlhf_ebft.core.tree_batch import TreeBatch, batches_by_tokens
 from openrlhf_ebft.models.feature_network import FeatureNetwork
 from openrlhf_ebft.models.split_attention import IMPLEMENTATION, require_split_attention
 from openrlhf_ebft.models.tree_forward import attention_spec, forward_tree, set_flex_attention
@@ -59,7 +59,7 @@ class TreeFeatures:
             if int(tree.reference.window_lengths.min()) < 1:
                 raise ValueError(f"{tree.example_id}: an anchor without ground-truth tokens has no features to match")
         grams: list[Tensor] = [torch.empty(0)] * len(trees)
-        for numbers in _batches_by_tokens([len(tree) for tree in trees], self.config.max_tokens_per_batch):
+        for numbers in batches_by_tokens([len(tree) for tree in trees], self.config.max_tokens_per_batch):
             chosen = [trees[i].to(self.device) for i in numbers]
             states = self._tree_states(chosen)
             for number, tree, state in zip(numbers, chosen, states, strict=True):
@@ -96,20 +96,6 @@ class TreeFeatures:
         positions = torch.arange(flat.shape[1], device=flat.device).expand_as(flat)
         parts = [
             self.network(flat[rows], valid[rows].long(), positions[rows])
-            for rows in _batches_by_tokens([flat.shape[1]] * len(flat), self.config.max_tokens_per_batch)
+            for rows in batches_by_tokens([flat.shape[1]] * len(flat), self.config.max_tokens_per_batch)
         ]
         return torch.cat(parts).view(*tokens.shape, -1)
-
-
-def _batches_by_tokens(lengths: Sequence[int], limit: int) -> Iterator[list[int]]:
-    """Consecutive numbers whose padded size (count times longest) stays within `limit`; at least one a batch."""
-    batch: list[int] = []
-    longest = 0
-    for number, length in enumerate(lengths):
-        if batch and max(longest, length) * (len(batch) + 1) > limit:
-            yield batch
-            batch, longest = [], 0
-        batch.append(number)
-        longest = max(longest, length)
-    if batch:
-        yield batch
