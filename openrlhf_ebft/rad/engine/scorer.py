@@ -86,6 +86,8 @@ class PrefixScorer:
         self.max_length, self.vocab_limit = full.max_length, full.vocab_limit
         self.columns = reward_model.config.num_labels
         self.prefill_tokens, self.refuse_when_full, self.verify = prefill_tokens, refuse_when_full, verify
+        if cache_tokens < 2 * BLOCK:
+            raise ValueError(f"a cache of {cache_tokens} tokens is too small: at least {2 * BLOCK} are needed")
         self.pool = BlockPool(cache_tokens // BLOCK)
         self.cache = PagedCache(layer_shapes(reward_model), self.pool.size, self.dtype, self.device)
         self.statistics = ScorerStatistics()
