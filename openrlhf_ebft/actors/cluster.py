@@ -174,7 +174,11 @@ def start_actors(
         replicas = place(FEATURES, FeatureNetworkActor, lambda i: (config, tuple(special_ids)))
         aggregator = place(AGGREGATOR, RewardAggregatorActor, lambda i: (config,))
         features, trainer = FeatureNetworkGroup(replicas, config), PolicyTrainerGroup(ranks, config)
-        transfer = choose_transfer(config.rollout, with_gpus=any(node.has_gpus for node in nodes))
+        transfer = choose_transfer(
+            config.rollout,
+            with_gpus=any(node.has_gpus for node in nodes),
+            adapters_alone=config.lora.sends_adapters,
+        )
         actors = RunActors(
             rollout=rollout,
             features=features,

@@ -74,7 +74,7 @@ class PolicyTrainerActor:
 
     def export_update(self) -> WeightUpdate | None:
         """Puts the weights into the object store; rank 0 returns the update that refers to them."""
-        weights = self._trainer.named_weights()
+        weights = self._trainer.update_tensors()
         if self._rank > 0:
             for _ in weights:  # takes part in gathering shards
                 continue

@@ -15,6 +15,7 @@ from openrlhf_ebft.config.sections import EBFTConfig
 from openrlhf_ebft.core.experience import Rollout, RolloutRequest, SamplingSettings
 from openrlhf_ebft.core.step_batch import split_by_load
 from openrlhf_ebft.distributed.weight_sync import WeightUpdate
+from openrlhf_ebft.rollouts.adapters import rollout_model
 from openrlhf_ebft.rollouts.engine import build_engine
 
 logger = logging.getLogger(__name__)
@@ -26,7 +27,7 @@ class RolloutEngineActor:
     def __init__(self, config: EBFTConfig, sampling: SamplingSettings, max_model_len: int) -> None:
         start_pulse()
         self._engine = build_engine(
-            config.model.path,
+            rollout_model(config),
             config.rollout,
             sampling,
             dtype=config.model.dtype,

@@ -12,9 +12,12 @@ from openrlhf_ebft.distributed.weight_sync import WeightUpdate
 Transfer = Literal["object_store", "nccl", "ipc"]
 
 
-def choose_transfer(config: RolloutConfig, *, with_gpus: bool) -> Transfer:
-    """The way that rollout.weight_transfer names; `auto` is nccl between GPUs, else the object store."""
-    if config.engine == "transformers":
+def choose_transfer(config: RolloutConfig, *, with_gpus: bool, adapters_alone: bool = False) -> Transfer:
+    """The way that rollout.weight_transfer names; `auto` is nccl between GPUs, else the object store.
+
+    Adapters alone (`adapters_alone`) always go through the object store: they are small.
+    """
+    if config.engine == "transformers" or adapters_alone:
         return "object_store"
     if config.weight_transfer != "auto":
         return config.weight_transfer

@@ -122,7 +122,13 @@ class Predictions:
 
 
 def chunked_logprobs(
-    head: Callable[[Tensor], Tensor], hidden: Tensor, wanted: Predictions, num_chunks: int, *, with_entropy: bool
+    head: Callable[[Tensor], Tensor],
+    hidden: Tensor,
+    wanted: Predictions,
+    num_chunks: int,
+    *,
+    with_entropy: bool,
+    weights_move: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Log-probability and entropy of every target, one of `num_chunks` pieces of the distributions at a time.
 
@@ -133,6 +139,8 @@ def chunked_logprobs(
         wanted: what is asked for.
         num_chunks: at least 1. Sharded heads gather weights in every call, so all ranks must use the same number.
         with_entropy: let gradients flow through the entropies; without, they are numbers to look at.
+        weights_move: the head's weights are taken away between calls (frozen shards), so what a recomputed piece saved
+            cannot be compared with what the first pass saved.
 
     Returns:
         (P,) float32 log-probabilities and (P,) float32 entropies in nats, in the caller's order of targets.
@@ -154,7 +162,8 @@ def chunked_logprobs(
             wanted.targets[first:last],
         )
         if torch.is_grad_enabled():
-            parts.append(checkpoint(one_chunk, *arguments, use_reentrant=False))
+            check = "none" if weights_move else "default"
+            parts.append(checkpoint(one_chunk, *arguments, use_reentrant=False, determinism_check=check))
         else:
             parts.append(one_chunk(*arguments))
         start = stop

@@ -18,6 +18,7 @@ from openrlhf_ebft.config.sections import EBFTConfig
 from openrlhf_ebft.core.clipped_losses import ClipRange
 from openrlhf_ebft.core.loss_terms import CompletionTokens, LossSettings, policy_terms, supervised_loss
 from openrlhf_ebft.core.rollout_tree import RolloutTree
+from openrlhf_ebft.core.seeding import derive_seed
 from openrlhf_ebft.core.step_batch import StepCounts, TrainItem
 from openrlhf_ebft.core.tree_batch import TreeBatch
 from openrlhf_ebft.distributed.deepspeed_config import deepspeed_config
@@ -132,6 +133,7 @@ class PolicyTrainer:
             weight and returns `applied` 0.
         """
         self.engine.train()
+        self._seed_dropout()
         learning_rate = self.engine.optimizer.param_groups[0]["lr"]
         totals: dict[str, float] = {}
         for chunk in passes:
@@ -148,6 +150,11 @@ class PolicyTrainer:
         if applied and self._average is not None:
             self._average.update()
         return {**totals, "applied": float(applied), "grad_norm": grad_norm, "learning_rate": float(learning_rate)}
+
+    def _seed_dropout(self) -> None:
+        """Makes a step's dropout masks depend on run seed, step and rank alone, so that a resumed run repeats them."""
+        if self.config.lora.is_on and self.config.lora.dropout > 0:
+            torch.manual_seed(derive_seed(self.config.seed, "dropout", self.step, self.rank))
 
     def _forward(self, batch: TreeBatch) -> TreeLogprobs:
         if self.config.deepspeed.zero_stage < 3 or self.world_size == 1:

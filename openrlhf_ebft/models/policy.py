@@ -83,7 +83,12 @@ class PolicyModel(nn.Module):
         temperature[:num_branch] = self.temperature
         wanted = Predictions.of(predictors, targets, temperature)
         logprobs, entropy = chunked_logprobs(
-            self.head, hidden, wanted, num_chunks or self.num_chunks(batch), with_entropy=self.with_entropy
+            self.head,
+            hidden,
+            wanted,
+            num_chunks or self.num_chunks(batch),
+            with_entropy=self.with_entropy,
+            weights_move=self.head.has_frozen_shards(),
         )
         return TreeLogprobs(logprobs[:num_branch], entropy[:num_branch], logprobs[num_branch:])
 
@@ -105,6 +110,11 @@ class LogitsHead:
         self.softcap: float | None = getattr(config, "final_logit_softcapping", None)
         self.scale: float = getattr(config, "logit_scale", None) or 1.0
         self.scale /= getattr(config, "logits_scaling", None) or 1.0
+
+    def has_frozen_shards(self) -> bool:
+        """Whether weights are frozen and gathered by ZeRO-3 for each call."""
+        weights = self._model.get_output_embeddings().parameters()
+        return any(hasattr(weight, "ds_id") and not weight.requires_grad for weight in weights)
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """(P, H) hidden states after the final norm -> (P, V) logits."""

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 from openrlhf_ebft.config.sections import RolloutConfig
 from openrlhf_ebft.core.experience import Rollout, RolloutRequest, SamplingSettings
 from openrlhf_ebft.distributed.weight_sync import Fetch, WeightUpdate
+from openrlhf_ebft.rollouts.adapters import AdaptedModel
 
 
 class RolloutEngine(Protocol):
@@ -47,7 +48,7 @@ class RolloutEngine(Protocol):
 
 
 def build_engine(
-    model_path: str,
+    model: str | AdaptedModel,
     config: RolloutConfig,
     sampling: SamplingSettings,
     *,
@@ -60,7 +61,7 @@ def build_engine(
     """Builds the engine that `config.engine` names; only that engine's library is imported.
 
     Args:
-        model_path: folder or hub name of the model.
+        model: folder or hub name of the model, or a base model that gets adapters.
         config: the rollout section.
         sampling: every sampling field.
         dtype: precision of the engine's weights: float32, bfloat16 or float16.
@@ -83,7 +84,7 @@ def build_engine(
     if config.engine == "vllm":
         from openrlhf_ebft.rollouts.vllm_engine import VLLMRolloutEngine
 
-        return VLLMRolloutEngine(model_path, config, sampling, **settings)
+        return VLLMRolloutEngine(model, config, sampling, **settings)
     from openrlhf_ebft.rollouts.transformers_engine import TransformersRolloutEngine
 
-    return TransformersRolloutEngine(model_path, config, sampling, **settings)
+    return TransformersRolloutEngine(model, config, sampling, **settings)

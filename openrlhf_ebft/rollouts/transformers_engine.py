@@ -19,7 +19,9 @@ from openrlhf_ebft.distributed.weight_sync import (
     fill_tied,
 )
 from openrlhf_ebft.models.loading import DTYPES, load_causal_lm
+from openrlhf_ebft.models.lora import add_adapters
 from openrlhf_ebft.models.split_attention import takes_split_attention
+from openrlhf_ebft.rollouts.adapters import AdaptedModel, expected_adapters, split_model
 from openrlhf_ebft.rollouts.anchor_prompts import anchor_prompts, check_token_ids, group_rollouts
 from openrlhf_ebft.rollouts.block_parallel import BlockParallelSampler
 from openrlhf_ebft.rollouts.expected_weights import expected_weights
@@ -35,7 +37,7 @@ class TransformersRolloutEngine:
 
     def __init__(
         self,
-        model_path: str,
+        model: str | AdaptedModel,
         config: RolloutConfig,
         sampling: SamplingSettings,
         *,
@@ -56,9 +58,11 @@ class TransformersRolloutEngine:
                 f"rollout.weight_transfer={config.weight_transfer} is vLLM's; the transformers engine takes "
                 "object_store (or auto)"
             )
+        model_path, lora = split_model(model)
         set_compute_threads(threads)
-        model = load_causal_lm(model_path, dtype=DTYPES[dtype], trust_remote_code=trust_remote_code)
-        self._model = model.to(local_device()).eval()
+        loaded = load_causal_lm(model_path, dtype=DTYPES[dtype], trust_remote_code=trust_remote_code)
+        self._adapters = None if lora is None else add_adapters(loaded, lora, seed=0)
+        self._model = loaded.to(local_device()).eval()
         text_config = self._model.config.get_text_config()
         self._vocab_size: int = text_config.vocab_size
         positions = text_config.max_position_embeddings
@@ -68,7 +72,10 @@ class TransformersRolloutEngine:
         self._is_split = takes_split_attention(self._model)
         self._sampling = sampling
         self._max_model_len = max_model_len
-        self._expected = expected_weights(model_path, DTYPES[dtype], trust_remote_code=trust_remote_code)
+        if self._adapters is None:
+            self._expected = expected_weights(model_path, DTYPES[dtype], trust_remote_code=trust_remote_code)
+        else:
+            self._expected = expected_adapters(self._adapters, DTYPES[dtype])
         self._weight_version = 0
 
     @property
@@ -113,7 +120,10 @@ class TransformersRolloutEngine:
         check_manifest(update.manifest, self._expected)
         chunks = [fetch(handle) for handle in update.chunks]
         check_chunks(chunks, update.manifest)
-        held = self._model.state_dict(keep_vars=True)
+        if self._adapters is None:
+            held: dict[str, Any] = self._model.state_dict(keep_vars=True)
+        else:
+            held = dict(self._adapters.named_parameters())
         for chunk in fill_tied(chunks, self._expected.tied):
             for name, tensor in chunk.items():
                 held[name].copy_(tensor)

@@ -10,6 +10,7 @@ import torch
 from openrlhf_ebft.config.sections import RolloutConfig
 from openrlhf_ebft.core.experience import Rollout, RolloutRequest, SamplingSettings
 from openrlhf_ebft.distributed.weight_sync import (
+    Chunk,
     ExpectedWeights,
     Fetch,
     TensorSpec,
@@ -19,8 +20,10 @@ from openrlhf_ebft.distributed.weight_sync import (
     check_manifest,
     fill_tied,
 )
+from openrlhf_ebft.rollouts.adapters import AdaptedModel, empty_adapters, expected_adapters, split_model
 from openrlhf_ebft.rollouts.anchor_prompts import anchor_prompts, check_token_ids, group_rollouts
 from openrlhf_ebft.rollouts.expected_weights import expected_weights
+from openrlhf_ebft.rollouts.vllm_adapter import AdapterSlot, adapter_arguments
 from openrlhf_ebft.rollouts.vllm_launch import (
     engine_arguments,
     plain_eager,
@@ -51,7 +54,7 @@ class VLLMRolloutEngine:
 
     def __init__(
         self,
-        model_path: str,
+        model: str | AdaptedModel,
         config: RolloutConfig,
         sampling: SamplingSettings,
         *,
@@ -66,8 +69,9 @@ class VLLMRolloutEngine:
         Raises:
             RuntimeError: this process has a vLLM engine already.
             ValueError: a .gguf file, a temperature or block size that vLLM would change or refuse, a stop token
-                outside the vocabulary, or weight_transfer that the device cannot do.
+                outside the vocabulary, weight_transfer that the device cannot do, or a model without adapters in vLLM.
         """
+        model_path, lora = split_model(model)
         if VLLMRolloutEngine._alive:
             raise RuntimeError("this process has one vLLM engine already; shut it down first, or use another process")
         if model_path.endswith(".gguf"):
@@ -81,16 +85,27 @@ class VLLMRolloutEngine:
 
         self._on_cpu = current_platform.is_cpu()
         self._sampling = sampling
-        self._backend = transfer_backend(config, self._on_cpu)
-        arguments = engine_arguments(config, self._on_cpu)
+        self._backend = transfer_backend(config, self._on_cpu) if lora is None else "object_store"
+        arguments = engine_arguments(config, self._on_cpu) | ({} if lora is None else adapter_arguments(lora))
         arguments |= {
             "dtype": dtype,
             "max_model_len": max_model_len,
             "seed": seed % 2**32,
             "trust_remote_code": trust_remote_code,
         }
-        expected = expected_weights(model_path, getattr(torch, dtype), trust_remote_code=trust_remote_code)
-        self._llm = start_vllm(model_path, arguments, self._backend)
+        if lora is None:
+            expected = expected_weights(model_path, getattr(torch, dtype), trust_remote_code=trust_remote_code)
+        else:
+            adapters = empty_adapters(model_path, lora, trust_remote_code=trust_remote_code)
+            expected = expected_adapters(adapters, getattr(torch, dtype))
+        try:
+            self._llm = start_vllm(model_path, arguments, self._backend)
+        except ValueError as error:
+            if lora is None or "LoRA" not in str(error):
+                raise
+            hint = "set lora.sync to merged, or rollout.engine to transformers"
+            raise ValueError(f"{model_path}: {error} For lora.sync = adapter that is needed: {hint}") from error
+        self._adapter = None if lora is None else AdapterSlot(self._llm, adapters, model_path)
         VLLMRolloutEngine._alive = True
         self._vocab_size: int = self._llm.model_config.get_vocab_size()
         self._max_model_len = max_model_len
@@ -164,6 +179,9 @@ class VLLMRolloutEngine:
         check_manifest(update.manifest, self._expected)
         chunks = [fetch(handle) for handle in update.chunks]
         check_chunks(chunks, update.manifest)
+        if self._adapter is not None:
+            self._switch_adapter(chunks, update.version)
+            return
         chunks = fill_tied(chunks, self._expected.tied)
         self.begin_update(update.manifest)
         for index, chunk in enumerate(chunks):
@@ -212,6 +230,19 @@ class VLLMRolloutEngine:
         self._torn_by = None
         self._sleep()
 
+    def _switch_adapter(self, chunks: Sequence[Chunk], version: int) -> None:
+        assert self._adapter is not None
+        self._wake()
+        try:
+            self._adapter.switch({name: tensor for chunk in chunks for name, tensor in chunk.items()}, version)
+        except Exception as error:
+            raise WeightSyncError(
+                f"vLLM refused the adapters, the old weights stay: {type(error).__name__}: {error}; "
+                "with lora.sync = merged it gets whole weights instead"
+            ) from error
+        self._llm.update_weight_version(str(version))
+        self._sleep()
+
     def _failed(self, error: Exception) -> WeightSyncError:
         """Keeps the engine from sampling until a complete update has been applied."""
         self._torn_by = f"{type(error).__name__}: {error}"
@@ -226,6 +257,8 @@ class VLLMRolloutEngine:
 
     def shutdown(self) -> None:
         """Stops vLLM's engine core and releases the model."""
+        if self._adapter is not None:
+            self._adapter.close()
         self._llm.llm_engine.engine_core.shutdown()
         del self._llm
         VLLMRolloutEngine._alive = False
@@ -239,7 +272,12 @@ class VLLMRolloutEngine:
         self._wake()
         try:
             with plain_eager(self._on_cpu):
-                outputs = self._llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
+                outputs = self._llm.generate(
+                    [{"prompt_token_ids": ids} for ids in prompts],
+                    params,
+                    use_tqdm=False,
+                    lora_request=None if self._adapter is None else self._adapter.request,
+                )
         except BaseException:
             engine = self._llm.llm_engine
             engine.abort_request(list(engine.output_processor.request_states), internal=True)

@@ -31,6 +31,10 @@ def test_transfer_follows_the_hardware_unless_named(settings, with_gpus, expecte
     assert choose_transfer(RolloutConfig(**settings), with_gpus=with_gpus) == expected
 
 
+def test_adapters_alone_go_through_the_object_store():
+    assert choose_transfer(RolloutConfig(), with_gpus=True, adapters_alone=True) == "object_store"
+
+
 @pytest.fixture(scope="module")
 def actors(tmp_path_factory):
     folder = tmp_path_factory.mktemp("sync")
