@@ -109,6 +109,13 @@ class PolicyTrainerActor:
     def save_checkpoint(self, folder: Path) -> None:
         self._trainer.save_checkpoint(folder)
 
+    def checkpoint_bytes(self) -> int:
+        """Upper bound of a checkpoint's size over all ranks: 16 bytes for each weight that trains."""
+        parameters = list(self._trainer.engine.module.parameters())
+        return sum(
+            getattr(p, "ds_numel", p.numel()) * (16 if p.requires_grad else p.element_size()) for p in parameters
+        )
+
     def load_checkpoint(self, folder: Path) -> int:
         """Returns the number of applied optimizer steps."""
         self._trainer.load_checkpoint(folder)
@@ -240,6 +247,10 @@ class PolicyTrainerGroup:
         """Every rank writes its part of weights, optimizer and schedule to `folder`."""
         calls = [rank.save_checkpoint.remote(folder) for rank in self._ranks]
         self._wait("save checkpoint", calls)
+
+    def checkpoint_bytes(self) -> int:
+        """Upper bound of a checkpoint's size."""
+        return self._wait("save checkpoint", [self._ranks[0].checkpoint_bytes.remote()])[0]
 
     def load_checkpoint(self, folder: Path) -> None:
         """Every rank reads its part; the number of ranks and the ZeRO stage must be those that wrote it."""

@@ -14,7 +14,18 @@ class CheckpointConfig(Section):
 
     every_steps: int = Field(0, ge=0, description="optimizer steps between checkpoints; 0: none")
     keep_last: int = Field(2, ge=1, description="newest complete checkpoints that are kept")
+    keep_best: int = Field(
+        0, ge=0, description="best checkpoints that are kept besides; one is saved after each evaluation that is better"
+    )
+    best_metric: Literal["ce", "alignment", "diversity", "reward", "cfm", "cfm_unbiased"] = Field(
+        "ce", description="held-out value that decides which checkpoints are best"
+    )
+    best_direction: Literal["lower", "higher"] = Field("lower", description="which values of best_metric are better")
     on_interrupt: bool = Field(False, description="save a checkpoint on Ctrl-C or SIGTERM")
+    on_full_disk: Literal["error", "warn"] = Field(
+        "error",
+        description="a checkpoint without room: the run ends, or goes on without it (one rank only)",
+    )
 
 
 class RecoveryConfig(Section):

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, replace
-from pathlib import Path
 
 from openrlhf_ebft.actors.cluster import RunActors
 from openrlhf_ebft.config.sections import EBFTConfig
@@ -16,7 +15,7 @@ from openrlhf_ebft.core.rollout_tree import RolloutTree
 from openrlhf_ebft.core.seeding import derive_seed
 from openrlhf_ebft.core.step_batch import TrainItem, without_advantages
 from openrlhf_ebft.data.batches import BatchPlan
-from openrlhf_ebft.trainer.checkpoints import Checkpoint, save_checkpoint
+from openrlhf_ebft.trainer.checkpoints import Checkpoint, CheckpointStore
 from openrlhf_ebft.trainer.clock import PhaseClock
 from openrlhf_ebft.trainer.console import Console
 from openrlhf_ebft.trainer.evaluation import EvaluationResult, evaluate
@@ -66,44 +65,48 @@ class EBFTTrainer:
         """Drops the records of steps that come again."""
         self.tracker.rewind(self.state.step, final_too=self.state.step == self.schedule.total)
 
-    def train(self, heldout: Sequence[Reference], interrupts: Interrupts, checkpoints: Path) -> None:
+    def train(self, heldout: Sequence[Reference], interrupts: Interrupts, checkpoints: CheckpointStore) -> None:
         """Runs the phases that are left, until the end or until an interrupt asks to stop.
 
         Args:
             heldout: references of the evaluations in between.
             interrupts: asked after every step.
-            checkpoints: folder for checkpoints.
+            checkpoints: where checkpoints go.
         """
         steps = {"supervised warm-up": self.schedule.sft_steps, "EBFT": self.schedule.total}
         for phase, last in steps.items():
             with self.console.phase(phase, max(last - self.state.step, 0)):
                 while self.state.step < last and not interrupts.requested:
-                    self._step(heldout)
-                    self._checkpoint_if_due(checkpoints, interrupts)
+                    evaluation = self._step(heldout)
+                    self._checkpoint_if_due(checkpoints, interrupts, evaluation)
 
-    def _step(self, heldout: Sequence[Reference]) -> None:
+    def _step(self, heldout: Sequence[Reference]) -> dict[str, float | None]:
+        """One step and the evaluation that is due after it; returns its held-out values, empty without one."""
         if self.state.step < self.schedule.sft_steps:
             self._sft_step()
-            return
+            return {}
         if self.state.step == self.schedule.sft_steps or not self.actors.weights.version:
             self.actors.weights.push()
         self._ebft_step()
         every = self.config.evaluation.every_steps
         done = self.state.step - self.schedule.sft_steps
         if every and heldout and done % every == 0 and self.state.step < self.schedule.total:
-            self.evaluate(heldout)
+            return self.evaluate(heldout).metrics()
+        return {}
 
-    def _checkpoint_if_due(self, folder: Path, interrupts: Interrupts) -> None:
+    def _checkpoint_if_due(
+        self, store: CheckpointStore, interrupts: Interrupts, evaluation: dict[str, float | None]
+    ) -> None:
         settings = self.config.checkpoint
         due = settings.every_steps and self.state.step % settings.every_steps == 0
+        due = due or store.is_among_best(evaluation)
         if not due and not (interrupts.requested and settings.on_interrupt):
             return
         if self.state.step > self.schedule.sft_steps:
             # A resumed run starts with fresh weights in its engines; so must the one that goes on.
             self.actors.weights.push()
-        save = self.actors.trainer.save_checkpoint
-        checkpoint = save_checkpoint(folder, self.state, save, keep_last=settings.keep_last)
-        self.console.say(f"checkpoint: {checkpoint.path}")
+        trainer = self.actors.trainer
+        store.save(self.state, trainer.save_checkpoint, bytes_needed=trainer.checkpoint_bytes, evaluation=evaluation)
 
     def evaluate(self, heldout: Sequence[Reference]) -> EvaluationResult:
         """Evaluates the current policy on the held-out references and records the result."""

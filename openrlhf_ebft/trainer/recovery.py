@@ -7,14 +7,13 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from openrlhf_ebft.actors.waiting import StateLost
-from openrlhf_ebft.trainer.checkpoints import Checkpoint, newest_checkpoint
+from openrlhf_ebft.trainer.checkpoints import Checkpoint, CheckpointStore
 from openrlhf_ebft.trainer.ebft_trainer import EBFTTrainer
-from openrlhf_ebft.trainer.run_directory import RunDirectory
 
 Result = TypeVar("Result")
 
 
-def carried_through(trainer: EBFTTrainer, folder: RunDirectory, work: Callable[[], Result]) -> Result:
+def carried_through(trainer: EBFTTrainer, store: CheckpointStore, work: Callable[[], Result]) -> Result:
     """Calls `work`, which goes on from `trainer.state`, until it ends without losing a trainer rank.
 
     Raises what `work` raises, and ActorError when the trainer may not or cannot be started again.
@@ -23,13 +22,13 @@ def carried_through(trainer: EBFTTrainer, folder: RunDirectory, work: Callable[[
         try:
             return work()
         except StateLost as failure:
-            _go_back(trainer, folder, failure)
+            _go_back(trainer, store, failure)
 
 
-def _go_back(trainer: EBFTTrainer, folder: RunDirectory, failure: StateLost) -> None:
+def _go_back(trainer: EBFTTrainer, store: CheckpointStore, failure: StateLost) -> None:
     """Starts the trainer group afresh and puts the run back to its newest complete checkpoint, or to its beginning."""
     budget, lost_at = trainer.actors.budget, trainer.state.step
-    checkpoint = _checkpoint_to_go_on_from(trainer, folder, failure)
+    checkpoint = _checkpoint_to_go_on_from(trainer, store, failure)
     start = time.monotonic()
     while True:
         budget.spend(failure)
@@ -47,8 +46,8 @@ def _go_back(trainer: EBFTTrainer, folder: RunDirectory, failure: StateLost) -> 
     budget.say(f"the trainer is back after {seconds:.1f} s; {redone} completed steps are done again")
 
 
-def _checkpoint_to_go_on_from(trainer: EBFTTrainer, folder: RunDirectory, failure: StateLost) -> Checkpoint | None:
-    checkpoint = newest_checkpoint(folder.checkpoints, trainer.console.say)
+def _checkpoint_to_go_on_from(trainer: EBFTTrainer, store: CheckpointStore, failure: StateLost) -> Checkpoint | None:
+    checkpoint = store.newest()
     if checkpoint is None and trainer.config.recovery.without_checkpoint == "stop":
         raise StateLost(
             f"{failure}; there is no checkpoint to go on from (checkpoint.every_steps), and "

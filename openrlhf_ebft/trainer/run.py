@@ -14,14 +14,14 @@ from transformers import PreTrainedTokenizerBase
 
 from openrlhf_ebft.actors.cluster import RunActors, connect, start_actors
 from openrlhf_ebft.actors.waiting import ActorError
-from openrlhf_ebft.config import load_config
 from openrlhf_ebft.config.errors import UserError
 from openrlhf_ebft.config.sections import EBFTConfig
 from openrlhf_ebft.core.experience import Reference, SamplingSettings
 from openrlhf_ebft.data.batches import BatchPlan
 from openrlhf_ebft.data.load import load_data
 from openrlhf_ebft.data.tokenizers import load_run_tokenizer, stop_token_ids
-from openrlhf_ebft.trainer.checkpoints import Checkpoint, latest_checkpoint
+from openrlhf_ebft.trainer.checkpoints import Checkpoint, CheckpointError, CheckpointStore
+from openrlhf_ebft.trainer.config_changes import check_changes
 from openrlhf_ebft.trainer.console import Console, comparison_table
 from openrlhf_ebft.trainer.ebft_trainer import EBFTTrainer, NonFiniteSteps
 from openrlhf_ebft.trainer.evaluation import EvaluationResult, compare, evaluate
@@ -65,16 +65,48 @@ def run_training(config: EBFTConfig) -> int:
     return _train(prepare_run(config, console), folder, None, console)
 
 
-def resume_training(path: Path) -> int:
+def resume_training(path: Path, config: EBFTConfig, *, allow_change: bool) -> int:
     """Goes on with the run in the run directory `path` from its newest complete checkpoint; as `run_training`.
 
-    Raises UserError when there is no run or no complete checkpoint.
+    Args:
+        path: the run directory.
+        config: the run's configuration, which may differ from the checkpoint's in what cannot change results.
+        allow_change: other differences are allowed, too, but for those that a checkpoint cannot follow.
+
+    Raises UserError when there is no run or no complete checkpoint, when the configuration differs, and when another
+    process works in the run directory.
     """
-    config = load_config(path / "config.yaml")
     console = Console(progress=config.logging.progress)
     folder = RunDirectory(path)
-    checkpoint = latest_checkpoint(folder.checkpoints, console.say)
+    folder.lock()
+    checkpoint = CheckpointStore(folder.checkpoints, config, console.say).required()
+    for note in check_changes(checkpoint.manifest, config, allow=allow_change):
+        console.say(note)
+    check_trackers(config)
+    folder.replace_config(config, checkpoint.state.step)
     return _train(prepare_run(config, console), folder, checkpoint, console)
+
+
+def start_or_resume(config: EBFTConfig, *, allow_change: bool) -> int:
+    """`resume_training` of the run that `config` names when it has a complete checkpoint, else a fresh start.
+
+    A run directory without a checkpoint is renamed; a finished run is left alone. So the same command can be given
+    again and again until the run is finished.
+    """
+    console = Console(progress=config.logging.progress)
+    folder = RunDirectory.of(config)
+    if not folder.path.exists():
+        return run_training(config)
+    folder.lock()
+    if folder.model.is_dir() and folder.saved_config() == config:
+        console.say(f"{folder.path} is finished: {folder.model}")
+        return 0
+    if CheckpointStore(folder.checkpoints, config, console.say).newest() is not None:
+        folder.unlock()
+        return resume_training(folder.path, config, allow_change=allow_change)
+    aside = folder.move_aside()
+    console.say(f"{folder.path} had no complete checkpoint: it is now {aside}, and the run starts afresh")
+    return run_training(config)
 
 
 def _train(run: PreparedRun, folder: RunDirectory, checkpoint: Checkpoint | None, console: Console) -> int:
@@ -88,7 +120,8 @@ def _train(run: PreparedRun, folder: RunDirectory, checkpoint: Checkpoint | None
             if checkpoint is not None:
                 trainer.resume(checkpoint)
                 trainer.rewind_records()
-            after = carried_through(trainer, folder, lambda: _to_the_end(run, trainer, folder, interrupts))
+            store = CheckpointStore(folder.checkpoints, run.config, console.say)
+            after = carried_through(trainer, store, lambda: _to_the_end(run, trainer, folder, store, interrupts))
         if after is not None:
             _show_results(run, folder, EvaluationResult.load(folder.first_evaluation), after, console)
         write_report([folder.path], folder.report)
@@ -99,12 +132,12 @@ def _train(run: PreparedRun, folder: RunDirectory, checkpoint: Checkpoint | None
 
 
 def _to_the_end(
-    run: PreparedRun, trainer: EBFTTrainer, folder: RunDirectory, interrupts: Interrupts
+    run: PreparedRun, trainer: EBFTTrainer, folder: RunDirectory, store: CheckpointStore, interrupts: Interrupts
 ) -> EvaluationResult | None:
     """Trains on from where `trainer` stands, evaluates and saves the model; returns the last evaluation, if any."""
     if run.heldout and trainer.state.step == 0 and not folder.first_evaluation.exists():
         trainer.evaluate(run.heldout).save(folder.first_evaluation)
-    trainer.train(run.heldout, interrupts, folder.checkpoints)
+    trainer.train(run.heldout, interrupts, store)
     if interrupts.requested:
         raise KeyboardInterrupt
     after = trainer.evaluate(run.heldout) if run.heldout else None
@@ -133,7 +166,7 @@ def on_cluster(run: PreparedRun, console: Console, work: Callable[[RunActors, In
     except KeyboardInterrupt:
         console.say("interrupted: the actors have been ended")
         return 130
-    except (ActorError, NonFiniteSteps) as error:
+    except (ActorError, CheckpointError, NonFiniteSteps) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     return 0

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TextIO
 
-from openrlhf_ebft.config import dump_config
+from openrlhf_ebft.config import dump_config, load_config
 from openrlhf_ebft.config.errors import UserError
 from openrlhf_ebft.config.sections import EBFTConfig
 
@@ -20,6 +22,12 @@ class RunDirectory:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._lock: TextIO | None = None
+
+    @classmethod
+    def of(cls, config: EBFTConfig) -> RunDirectory:
+        """The run directory that `config` names, whether it exists or not."""
+        return cls(Path(config.logging.root) / config.name)
 
     @classmethod
     def plan(cls, config: EBFTConfig) -> RunDirectory:
@@ -35,12 +43,13 @@ class RunDirectory:
             raise UserError(f"logging.root = {root}: cannot be made: {error.strerror}") from None
         if not os.access(root, os.W_OK):
             raise UserError(f"logging.root = {root}: no permission to write")
-        path = root / config.name
-        if path.exists() and config.logging.existing_run == "error":
+        folder = cls.of(config)
+        if folder.path.exists() and config.logging.existing_run == "error":
             raise UserError(
-                f"run directory {path} exists: choose another name, or set logging.existing_run to move_aside"
+                f"run directory {folder.path} exists: choose another name, or set logging.existing_run to move_aside, "
+                "or go on with the run there (--resume auto)"
             )
-        return cls(path)
+        return folder
 
     def create(self, config: EBFTConfig) -> None:
         """Makes the folder and saves the resolved configuration in it.
@@ -49,9 +58,54 @@ class RunDirectory:
         FileExistsError when another run has taken the name since `plan`.
         """
         if self.path.exists() and config.logging.existing_run == "move_aside":
-            self.path.rename(_free_name(self.path))
+            self.lock()
+            self.move_aside()
         self.path.mkdir()
-        (self.path / "config.yaml").write_text(dump_config(config), encoding="utf-8")
+        self.lock()
+        self.config.write_text(dump_config(config), encoding="utf-8")
+
+    def lock(self) -> None:
+        """Claims the folder until this process ends or calls `unlock`.
+
+        Raises UserError when another process holds it: two runs in one folder would mix their records.
+        """
+        self._lock = (self.path / ".lock").open("w")
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(f"another process works in {self.path}: wait for its end, or end it first") from None
+
+    def unlock(self) -> None:
+        """Gives the claim back."""
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+
+    def move_aside(self) -> Path:
+        """Renames the folder to the next free number behind its name, gives the claim back, returns the new name."""
+        aside = _free_name(self.path)
+        self.path.rename(aside)
+        self.unlock()
+        return aside
+
+    def saved_config(self) -> EBFTConfig:
+        """The configuration that the run was started or last resumed with."""
+        return load_config(self.config)
+
+    def replace_config(self, config: EBFTConfig, step: int) -> None:
+        """Saves the configuration that holds after `step`; one that differs is kept beside it."""
+        text = dump_config(config)
+        old = self.config.read_text(encoding="utf-8")
+        if old != text:
+            (self.path / f"config-until-step-{step}.yaml").write_text(old, encoding="utf-8")
+            aside = self.config.with_suffix(".yaml" + PARTIAL)
+            aside.write_text(text, encoding="utf-8")
+            aside.replace(self.config)
+
+    @property
+    def config(self) -> Path:
+        """The resolved configuration."""
+        return self.path / "config.yaml"
 
     @property
     def checkpoints(self) -> Path:
@@ -82,6 +136,11 @@ class RunDirectory:
     def model(self) -> Path:
         """Final model in Hugging Face format."""
         return self.path / "model"
+
+    @property
+    def averaged_model(self) -> Path:
+        """The same with averaged weights (policy.export_ema)."""
+        return self.path / "model-ema"
 
 
 @contextmanager

@@ -1,6 +1,7 @@
 """Checkpoints and resumed runs (cases B13 and B14)."""
 
 import json
+import math
 import os
 import signal
 import time
@@ -8,9 +9,11 @@ import time
 import pytest
 from safetensors.torch import load_file
 
+from openrlhf_ebft.actors.waiting import StateLost
 from openrlhf_ebft.config.errors import UserError
+from openrlhf_ebft.config.sections import EBFTConfig
 from openrlhf_ebft.data.batches import DataCursor
-from openrlhf_ebft.trainer.checkpoints import latest_checkpoint, save_checkpoint
+from openrlhf_ebft.trainer.checkpoints import CheckpointStore
 from openrlhf_ebft.trainer.state import TrainerState
 from tests.trainer import runs
 
@@ -21,47 +24,93 @@ def write_part(folder):
 
 def fail_after_the_first_file(folder):
     write_part(folder)
-    raise OSError("disk full")
+    raise StateLost("rank 0 is gone")
 
 
 def state_of(step):
     return TrainerState(step=step, cursor=DataCursor(1, 24), nonfinite_total=1)
 
 
+def make_store(folder, said=None, **checkpoint):
+    config = EBFTConfig(name="run", model={"path": "m"}, data={"path": "d"}, checkpoint=checkpoint)
+    return CheckpointStore(folder, config, (said if said is not None else []).append)
+
+
+def save(store, step, write=write_part, evaluation=None):
+    return store.save(state_of(step), write, bytes_needed=lambda: 1000, evaluation=evaluation or {})
+
+
 def test_a_save_that_dies_leaves_the_one_before(tmp_path):
-    save_checkpoint(tmp_path, state_of(1), write_part, keep_last=2)
-    with pytest.raises(OSError, match="disk full"):
-        save_checkpoint(tmp_path, state_of(2), fail_after_the_first_file, keep_last=2)
     said = []
-    found = latest_checkpoint(tmp_path, said.append)
-    assert found.state == state_of(1)
+    store = make_store(tmp_path, said)
+    save(store, 1)
+    with pytest.raises(StateLost):
+        save(store, 2, fail_after_the_first_file)
+    said.clear()
+    assert store.newest().state == state_of(1)
     assert "step-2" in said[0] and "did not finish" in said[0]
 
 
-@pytest.mark.parametrize("damage", ["cut", "flip", "remove", "manifest"])
+@pytest.mark.parametrize("damage", ["cut", "flip", "remove", "manifest", "manifest digit", "no manifest"])
 def test_a_damaged_checkpoint_is_passed_over(tmp_path, damage):
+    said = []
+    store = make_store(tmp_path, said)
     for step in (1, 2):
-        save_checkpoint(tmp_path, state_of(step), write_part, keep_last=2)
-    file = tmp_path / "step-2" / "trainer" / "rank-0.bin"
+        save(store, step)
+    file, manifest = tmp_path / "step-2" / "trainer" / "rank-0.bin", tmp_path / "step-2" / "manifest.json"
     if damage == "cut":
         file.write_bytes(file.read_bytes()[:-1])
     elif damage == "flip":
         file.write_bytes(b"W" + file.read_bytes()[1:])
     elif damage == "remove":
         file.unlink()
+    elif damage == "manifest":
+        manifest.write_text("{")
+    elif damage == "no manifest":
+        manifest.unlink()
     else:
-        (tmp_path / "step-2" / "manifest.json").write_text("{")
-    said = []
-    assert latest_checkpoint(tmp_path, said.append).state.step == 1
-    assert "step-2" in said[0]
+        manifest.write_text(manifest.read_text().replace('"step": 2', '"step": 3'))
+    said.clear()
+    assert store.newest().state.step == 1
+    assert "passing over" in said[0] and "step-2" in said[0]
 
 
 def test_old_checkpoints_go_and_nothing_is_an_error(tmp_path):
+    store = make_store(tmp_path, keep_last=2)
     with pytest.raises(UserError, match="no complete checkpoint"):
-        latest_checkpoint(tmp_path, print)
+        store.required()
     for step in (8, 9, 10, 11):
-        save_checkpoint(tmp_path, state_of(step), write_part, keep_last=2)
+        save(store, step)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-10", "step-11"]
+
+
+def test_a_checkpoint_just_written_stays_beside_damaged_ones_with_higher_numbers(tmp_path):
+    store = make_store(tmp_path, keep_last=1)
+    save(store, 9)
+    (tmp_path / "step-9" / "trainer" / "rank-0.bin").unlink()
+    save(store, 7)
+    assert store.newest().state.step == 7
+
+
+@pytest.mark.parametrize(("direction", "kept"), [("lower", [2, 4, 6]), ("higher", [1, 5, 6])])
+def test_the_best_checkpoints_stay(tmp_path, direction, kept):
+    store = make_store(tmp_path, keep_last=1, keep_best=2, best_metric="cfm", best_direction=direction)
+    assert store.is_among_best({"cfm": 0.5}) and not store.is_among_best({}) and not store.is_among_best({"cfm": None})
+    values = {1: 0.9, 2: 0.1, 3: math.nan, 4: 0.2, 5: 0.7, 6: None}
+    for step, value in values.items():
+        save(store, step, evaluation={"cfm": value})
+    assert sorted(int(path.name.removeprefix("step-")) for path in tmp_path.iterdir()) == kept
+    assert store.is_among_best({"cfm": 0.15 if direction == "lower" else 0.8})
+    assert not store.is_among_best({"cfm": 0.3})
+
+
+def test_a_manifest_names_configuration_versions_and_every_file(tmp_path):
+    store = make_store(tmp_path)
+    save(store, 4, evaluation={"ce": 1.5})
+    manifest = json.loads((tmp_path / "step-4" / "manifest.json").read_text())
+    assert manifest["files"]["trainer/rank-0.bin"]["bytes"] == 700
+    assert len(manifest["config_sha256"]) == 64 and manifest["config"]["policy"]["num_ranks"] == 1
+    assert manifest["libraries"]["torch"] and manifest["evaluation"] == {"ce": 1.5}
 
 
 @pytest.fixture(scope="module")
@@ -112,7 +161,7 @@ def test_an_interrupt_saves_a_checkpoint_when_asked(folder):
     os.kill(process.pid, signal.SIGTERM)
     output, _ = process.communicate(timeout=90)
     assert process.returncode == 130, output
-    checkpoint = latest_checkpoint(folder / "runs" / "asked" / "checkpoints", print)
+    checkpoint = make_store(folder / "runs" / "asked" / "checkpoints").newest()
     last = json.loads(metrics.read_text().splitlines()[-1])
     assert checkpoint.state.step == last["step"]
 
