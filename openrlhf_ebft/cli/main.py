@@ -20,6 +20,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "prepare-data": ("openrlhf_ebft.cli.prepare_data", "write a training file of pairs or documents"),
     "show-tree": ("openrlhf_ebft.cli.show_tree", "draw a small rollout tree of a configuration's data and model"),
     "train-reward": ("openrlhf_ebft.cli.train_reward", "train a prefix reward model for decoding"),
+    "serve-rad": ("openrlhf_ebft.cli.serve_rad", "serve a model with reward-augmented decoding over HTTP"),
     "convert-reward": ("openrlhf_ebft.cli.convert_reward", "convert a reward model's checkpoint"),
 }
 

@@ -40,8 +40,10 @@ class RADServingConfig(Section):
     default_reward_model: str | None = Field(
         None, description="reward model of requests that name none; null: the first of reward_models"
     )
-    cache_tokens: int = Field(16384, ge=1, description="tokens that the cache of each reward model holds")
-    when_full: Literal["wait", "error"] = Field("wait", description="what a request meets when the cache is full")
+    cache_tokens: int = Field(16384, ge=1, description="prefix tokens whose keys and values are kept, per reward model")
+    when_full: Literal["wait", "error"] = Field(
+        "wait", description="a request without room in the cache: wait scores it slower, error ends it"
+    )
     verify: bool = Field(False, description="compare every score with a full forward of its prefix (slow)")
 
 

@@ -1,0 +1,1 @@
+"""A server of reward-augmented decoding: Ray Serve around vLLM's OpenAI-compatible layer."""

@@ -1,0 +1,94 @@
+"""One replica of the server: an engine, its HTTP application, its part in draining and following a run."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from http import HTTPStatus
+from pathlib import Path
+from typing import Any
+
+from ray import serve
+from starlette.types import ASGIApp
+from vllm.v1.engine.exceptions import EngineDeadError
+
+from openrlhf_ebft.config.serving import ServingConfig
+from openrlhf_ebft.serving.app import Admission, build_app
+from openrlhf_ebft.serving.engine import start_engine
+from openrlhf_ebft.serving.errors import RequestError
+from openrlhf_ebft.serving.following import Follower
+from openrlhf_ebft.serving.generation import Generation
+from openrlhf_ebft.serving.metrics import metrics_text
+from openrlhf_ebft.serving.run_models import base_model
+from openrlhf_ebft.serving.traces import TraceReader
+
+log = logging.getLogger(__name__)
+
+
+@serve.ingress()
+class RADServer:
+    """Answers an OpenAI-compatible API with reward-augmented decoding inside the engine.
+
+    Args:
+        config: the server's configuration.
+        key_digests: of the API keys.
+    """
+
+    async def __init__(self, config: ServingConfig, key_digests: Sequence[bytes]) -> None:
+        self._config = config
+        self._key_digests = key_digests
+        self._admission = Admission()
+        base = config.model.path or base_model(Path(config.follow.run or ""))
+        self._client, self._handlers = await start_engine(config, base)
+        self._follower = Follower(config.follow, self._client, base)
+        if config.follow.run is not None:
+            await self._follower.start()
+        traces = TraceReader(self._client, self._client.renderer.tokenizer)
+        self._generation = Generation(config, self._handlers, traces)
+
+    def __serve_build_asgi_app__(self) -> ASGIApp:
+        app = build_app(
+            self._config,
+            self._key_digests,
+            answer=lambda body, is_chat: self._generation.answer(body, is_chat=is_chat),
+            models=self._models,
+            health=self._require_health,
+            metrics=self._metrics,
+        )
+        return self._admission.wrap(app)
+
+    async def _models(self) -> dict[str, Any]:
+        listed = await self._handlers.openai_serving_models.show_available_models()
+        rad = {
+            "reward_models": list(self._config.reward_models),
+            "default": self._config.default_reward_model,
+            "max_top_k": self._config.limits.top_k,
+        }
+        return listed.model_dump() | {"rad": rad, "weights": self._follower.version}
+
+    async def _require_health(self) -> None:
+        if self._admission.draining:
+            raise RequestError("the server is stopping", status=HTTPStatus.SERVICE_UNAVAILABLE)
+        if self._follower.fault is not None:
+            raise RequestError("a change of weights failed", status=HTTPStatus.SERVICE_UNAVAILABLE)
+        try:
+            await self._client.check_health()
+        except EngineDeadError:
+            raise RequestError("the engine has died", status=HTTPStatus.SERVICE_UNAVAILABLE) from None
+
+    async def _metrics(self) -> str:
+        return await metrics_text(self._client, self._admission, self._follower)
+
+    async def check_health(self) -> None:
+        """Ray Serve's own question; a replica whose engine has died is replaced."""
+        await self._client.check_health()
+        if self._follower.fault is not None:
+            raise self._follower.fault
+
+    async def drain(self) -> None:
+        """Refuses new requests from now on."""
+        self._admission.draining = True
+
+    async def running(self) -> int:
+        """Requests that are being answered."""
+        return self._admission.running

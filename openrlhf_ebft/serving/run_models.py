@@ -1,0 +1,146 @@
+"""The newest complete model of a training run: its final model, or the weights inside its newest checkpoint."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from openrlhf_ebft.config.errors import UserError
+from openrlhf_ebft.config.load import load_config
+from openrlhf_ebft.distributed.weight_sync import ExpectedWeights, dtype_name
+
+_MANIFEST = "manifest.json"
+_STATES = "mp_rank_00_model_states.pt"  # DeepSpeed's name for the file with whole weights (ZeRO stages 0 to 2)
+_WRAPPER = "model."  # the trainer's module holds the language model under this name
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class RunModel:
+    """Complete weights on disk.
+
+    Attributes:
+        weights: a folder with safetensors files, or one DeepSpeed file.
+        version: names these weights; two different ones of a run never have the same.
+        written: when they were complete, in nanoseconds since 1970.
+    """
+
+    weights: Path
+    version: str
+    written: int
+
+
+def base_model(run: Path) -> str:
+    """The model folder or hub name that gives architecture and tokenizer.
+
+    Raises:
+        UserError: no run directory.
+    """
+    if (run / "model" / "config.json").is_file():
+        return str(run / "model")
+    if not (run / "config.yaml").is_file():
+        raise UserError(f"follow.run = {run}: no run directory (it has no config.yaml)")
+    return load_config(run / "config.yaml").model.path
+
+
+def newest_model(run: Path, say: Say) -> RunModel | None:
+    """The newest complete weights of a run; None while there are none. What is passed over is said."""
+    found = [model for model in (_final(run), _checkpoint(run, say)) if model is not None]
+    return max(found, key=lambda model: model.written, default=None)
+
+
+def read_weights(model: RunModel, expected: ExpectedWeights) -> dict[str, Tensor]:
+    """All tensors on the CPU under Hugging Face names, tied ones under each of their names.
+
+    Args:
+        model: which weights.
+        expected: names, shapes and dtypes that the engine's model has; floating tensors are cast to its dtype.
+
+    Raises:
+        ValueError: tensors are missing, unknown or of another shape; names them.
+        OSError: the files have gone.
+    """
+    tensors: dict[str, Tensor] = {}
+    for name, tensor in _named_tensors(model.weights):
+        spec = expected.specs.get(name)
+        if spec is None:
+            raise ValueError(f"{model.weights} holds {name}, which the served model does not have")
+        if tuple(tensor.shape) != spec.shape:
+            raise ValueError(f"{model.weights}: {name} has shape {tuple(tensor.shape)}, served is {spec.shape}")
+        tensors[name] = tensor if dtype_name(tensor.dtype) == spec.dtype else tensor.to(getattr(torch, spec.dtype))
+    for names in expected.tied:
+        known = next((name for name in names if name in tensors), None)
+        tensors |= {name: tensors[known] for name in names if known is not None and name not in tensors}
+    missing = sorted(set(expected.specs) - set(tensors))
+    if missing:
+        raise ValueError(f"{model.weights} lacks {len(missing)} tensors of the served model, such as {missing[0]}")
+    return tensors
+
+
+def _named_tensors(weights: Path) -> Iterator[tuple[str, Tensor]]:
+    if weights.is_file():
+        states = torch.load(weights, map_location="cpu", weights_only=True)
+        for name, tensor in states["module"].items():
+            yield name.removeprefix(_WRAPPER), tensor
+        return
+    for path in sorted(weights.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118 - not a mapping
+                yield name, file.get_tensor(name)
+
+
+def _final(run: Path) -> RunModel | None:
+    """The trainer moves its final model into place in one piece, so what is there is complete."""
+    folder = run / "model"
+    files = [*folder.glob("*.safetensors"), folder / "config.json"]
+    if len(files) == 1 or not files[-1].is_file():
+        return None
+    written = max(path.stat().st_mtime_ns for path in files)
+    return RunModel(folder, f"model@{written}", written)
+
+
+def _checkpoint(run: Path, say: Say) -> RunModel | None:
+    """The newest checkpoint whose files are as its manifest says."""
+    folders = [path for path in (run / "checkpoints").glob("step-*") if path.name.removeprefix("step-").isdigit()]
+    for path in sorted(folders, key=lambda path: -int(path.name.removeprefix("step-"))):
+        try:
+            return _complete(path)
+        except (OSError, ValueError, KeyError) as error:
+            say(f"passing over {path}: {error}")
+    return None
+
+
+def _complete(path: Path) -> RunModel:
+    files = json.loads((path / _MANIFEST).read_text(encoding="utf-8"))["files"]
+    for name, record in files.items():
+        size = (path / name).stat().st_size
+        if size != record["bytes"]:
+            raise ValueError(f"{name} has {size} bytes, written were {record['bytes']}")
+    states = [name for name in files if Path(name).name == _STATES]
+    if not states:
+        raise ValueError(f"it has no {_STATES}: only checkpoints of ZeRO stages 0 to 2 hold whole weights")
+    written = (path / _MANIFEST).stat().st_mtime_ns
+    return RunModel(path / states[0], f"{path.name}@{written}", written)
+
+
+def require_unchanged(model: RunModel) -> None:
+    """Compares a checkpoint's weights with the sum in its manifest.
+
+    Raises:
+        ValueError: the file holds other content than was written.
+    """
+    if not model.weights.is_file():
+        return
+    folder = next(parent for parent in model.weights.parents if (parent / _MANIFEST).is_file())
+    record = json.loads((folder / _MANIFEST).read_text(encoding="utf-8"))
+    expected = record["files"][str(model.weights.relative_to(folder))]["sha256"]
+    with model.weights.open("rb") as file:
+        if hashlib.file_digest(file, "sha256").hexdigest() != expected:
+            raise ValueError(f"{model.weights} holds other content than was written")

@@ -1,0 +1,141 @@
+"""The server as a Ray Serve application: start, wait until ready, drain, stop."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import ray
+from ray import serve
+from ray.serve.schema import ApplicationStatus
+
+from openrlhf_ebft.config.errors import UserError
+from openrlhf_ebft.config.serving import ServingConfig
+from openrlhf_ebft.serving.engine import replica_environment
+from openrlhf_ebft.serving.front import SETTING
+
+APPLICATION = "rad"
+_LOOK_S = 0.2
+_PASSED_ON = ("HF_HUB_OFFLINE", "HF_HOME")
+
+
+class ServerError(RuntimeError):
+    """The server could not start or stop as it should."""
+
+
+class RunningServer:
+    """A deployed server.
+
+    Args:
+        config: its configuration.
+        handle: Ray Serve's handle of the deployment.
+    """
+
+    def __init__(self, config: ServingConfig, handle: Any) -> None:
+        self.config = config
+        self._handle = handle
+
+    @property
+    def url(self) -> str:
+        """Where it listens."""
+        host = self.config.http.host
+        return f"http://{f'[{host}]' if ':' in host else host}:{self.config.http.port}"
+
+    def is_failed(self) -> bool:
+        """Whether Ray Serve has given the application up."""
+        application = serve.status().applications.get(APPLICATION)
+        return application is None or application.status in (ApplicationStatus.DEPLOY_FAILED,)
+
+    def drain(self, say: Callable[[str], None]) -> bool:
+        """Refuses new requests with 503 and waits for the running ones; False when replicas.drain_s was too short."""
+        end = time.monotonic() + self.config.replicas.drain_s
+        self._handle.broadcast("drain").results()
+        running = self._running()
+        if running:
+            say(f"finishing {running} running requests (limit: replicas.drain_s = {self.config.replicas.drain_s:g} s)")
+        while running and time.monotonic() < end:
+            time.sleep(_LOOK_S)
+            running = self._running()
+        return not running
+
+    def stop(self) -> None:
+        """Ends the application and Ray Serve on this cluster."""
+        serve.shutdown()
+
+    def _running(self) -> int:
+        return sum(self._handle.broadcast("running").results())
+
+
+def start_server(config: ServingConfig, key_digests: Sequence[bytes]) -> RunningServer:
+    """Deploys the server on the Ray cluster that this process has joined and waits until it is ready.
+
+    Raises:
+        ServerError: Ray Serve gave up, or replicas.start_s has passed; with Ray Serve's own words.
+        UserError: the port is taken.
+    """
+    from openrlhf_ebft.serving.replica import RADServer
+
+    http = config.http
+    try:
+        serve.start(http_options={"host": http.host, "port": http.port, "request_timeout_s": None})
+    except (OSError, RuntimeError) as error:
+        raise UserError(f"http.port = {http.port}: Ray Serve could not listen on {http.host}: {error}") from error
+    deployment = serve.deployment(RADServer).options(**deployment_options(config))
+    try:
+        target = serve.RunTarget(deployment.bind(config, tuple(key_digests)), name=APPLICATION, route_prefix="/")
+        (handle,) = serve.run_many([target], wait_for_applications_running=False)
+        _wait_until_ready(config.replicas.start_s)
+    except BaseException:
+        serve.shutdown()
+        raise
+    return RunningServer(config, handle)
+
+
+def proxy_environment() -> dict[str, str]:
+    """Environment that Ray Serve's proxies need; set before a local cluster starts."""
+    return dict([SETTING])
+
+
+def deployment_options(config: ServingConfig) -> dict[str, Any]:
+    """Ray Serve's options of the deployment."""
+    replicas = config.replicas
+    gpus = config.engine.tensor_parallel_size if ray.cluster_resources().get("GPU", 0) else 0
+    environment = {name: os.environ[name] for name in _PASSED_ON if name in os.environ}
+    options: dict[str, Any] = {
+        "name": "RADServer",
+        "max_ongoing_requests": replicas.ongoing_requests,
+        "max_queued_requests": config.limits.queued_requests,
+        "graceful_shutdown_timeout_s": replicas.drain_s,
+        "graceful_shutdown_wait_loop_s": _LOOK_S,
+        "health_check_period_s": 5.0,
+        "ray_actor_options": {
+            "num_cpus": replicas.cpus,
+            "num_gpus": gpus,
+            "runtime_env": {"env_vars": environment | replica_environment(config, os.cpu_count() or 1)},
+        },
+    }
+    if replicas.max > replicas.min:
+        return options | {
+            "autoscaling_config": {
+                "min_replicas": replicas.min,
+                "max_replicas": replicas.max,
+                "target_ongoing_requests": replicas.target_ongoing_requests,
+            }
+        }
+    return options | {"num_replicas": replicas.min}
+
+
+def _wait_until_ready(limit_s: float) -> None:
+    end = time.monotonic() + limit_s
+    while True:
+        application = serve.status().applications[APPLICATION]
+        if application.status == ApplicationStatus.RUNNING:
+            return
+        if application.status == ApplicationStatus.DEPLOY_FAILED:
+            deployments = application.deployments.values()
+            raise ServerError("; ".join([application.message, *(deployment.message for deployment in deployments)]))
+        if time.monotonic() > end:
+            raise ServerError(f"not ready within replicas.start_s = {limit_s:g} s: {application.message}")
+        time.sleep(_LOOK_S)
