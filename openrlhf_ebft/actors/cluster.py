@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import socket
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +17,7 @@ from ray.util.placement_group import (
 )
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from openrlhf_ebft.actors.connection import join_cluster
 from openrlhf_ebft.actors.feature_network import FeatureNetworkActor, FeatureNetworkGroup
 from openrlhf_ebft.actors.free_resources import NodeResources
 from openrlhf_ebft.actors.placement import (
@@ -43,59 +43,20 @@ logger = logging.getLogger(__name__)
 
 _PASSED_ON = ("HF_HUB_OFFLINE", "HF_HOME", "VLLM_LOGGING_LEVEL")
 _START = "start (limit: placement.start_timeout_s)"
-_ANSWER_S = 5.0  # limit for a cluster's head to accept a connection, in seconds
 
 
 def connect(config: EBFTConfig) -> None:
-    """Joins the cluster at placement.ray_address (or RAY_ADDRESS), else starts a local one.
-
-    A local cluster has no dashboard and listens on this machine only.
-
-    Raises:
-        PlacementError: no cluster answers at the address, or it refuses this program.
-    """
-    join(config.placement.ray_address or os.environ.get("RAY_ADDRESS") or None)
-
-
-def join(address: str | None) -> None:
-    """Joins the cluster at `address`, or starts a local one for None; raises as `connect`."""
-    if address is not None:
-        _require_answer(address)
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    try:
-        ray.init(
-            address=address or "local",  # None would join any cluster that runs on this machine
-            include_dashboard=None if address else False,
-            log_to_driver=False,
-            logging_level=logging.ERROR,
-            ignore_reinit_error=True,
-        )
-    except (ConnectionError, RuntimeError, ValueError) as error:
-        where = f"the Ray cluster {address} could not be joined" if address else "a local Ray could not be started"
-        raise PlacementError(f"{where}: {error}") from error
+    """Joins the cluster at placement.ray_address (or RAY_ADDRESS), else starts a local one; see `join_cluster`."""
+    join_cluster(config.placement.ray_address)
 
 
 def ask_free_nodes(address: str) -> list[NodeResources]:
-    """Joins a running cluster for as long as it takes to ask what its nodes have left; raises as `connect`."""
-    join(address)
+    """Joins a running cluster for as long as it takes to ask what its nodes have left; raises as `join_cluster`."""
+    join_cluster(address)
     try:
         return free_nodes()
     finally:
         ray.shutdown()
-
-
-def _require_answer(address: str) -> None:
-    """Raises PlacementError unless something listens at `address`: Ray itself would try for two minutes."""
-    host, colon, port = address.removeprefix("ray://").rpartition(":")
-    if not colon:
-        return  # a word such as `auto`, which Ray resolves
-    try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=_ANSWER_S).close()
-    except (OSError, ValueError) as error:
-        raise PlacementError(
-            f"no Ray cluster answers at {address} ({error}): set placement.ray_address (or RAY_ADDRESS) to the "
-            "HOST:PORT of its head node, or leave both out for a local one"
-        ) from None
 
 
 @dataclass(frozen=True, eq=False)
