@@ -1,0 +1,173 @@
+"""Speed of reward-augmented decoding in an engine: vLLM without and with RAD, `generate()` with the library.
+
+    python benchmarks/rad_serving.py --model MODEL_FOLDER --output rad_serving.json
+
+Greedy, k = 20, a random reward model of the language model's own architecture and size, N equal prompts at once. Every
+(path, N) pair runs in a process of its own; rows are added to the output file, so the table can be measured in pieces
+(`--path`, `--concurrency`) and is printed from all of them. The stateless path decodes and encodes every candidate, as
+public code does; its time is summed from measured steps at five lengths (see rad.py). The floor of a reward step is one
+forward of the reward model over N * k tokens, each a row of its own: nothing but the candidates, no prefix.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+from rad import BETA, PROMPT, TOP_K, build_models, make_processor, stateless_by_steps, time_generate
+
+PATHS = ("vllm", "vllm-rad", "generate-cached", "generate-stateless")
+CONCURRENCY = (1, 8, 32)
+
+
+def start_engine(args: argparse.Namespace, folder: Path):
+    """vLLM in this process with RAD and its reward model loaded (requests without RAD arguments are plain)."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    from vllm import LLM
+
+    from openrlhf_ebft.rad.vllm_processor import PROCESSOR, WORKER_EXTENSION
+
+    models = {"same": {"path": str(folder), "score_transform": "sigmoid"}}
+    return LLM(
+        args.model,
+        dtype=args.dtype,
+        enforce_eager=True,
+        max_model_len=512,
+        max_num_seqs=max(args.concurrency),
+        distributed_executor_backend="uni",
+        kv_cache_memory_bytes=2**30,
+        enable_prefix_caching=False,
+        logits_processors=[PROCESSOR],
+        worker_extension_cls=WORKER_EXTENSION,
+        additional_config={"rad": {"reward_models": models, "cache_tokens": 16384}},
+    )
+
+
+def reward_floor(reward: torch.nn.Module, tokens: int, repeats: int) -> float:
+    """Median seconds of a reward forward over `tokens` rows of one token."""
+    seconds = []
+    with torch.inference_mode():
+        for _ in range(repeats + 1):
+            started = time.perf_counter()
+            reward.model(input_ids=torch.zeros(1, tokens, dtype=torch.long).T, use_cache=False)
+            seconds.append(time.perf_counter() - started)
+    return statistics.median(seconds[1:])
+
+
+def run_engine(args: argparse.Namespace) -> list[dict]:
+    """All concurrencies of one engine path in one engine."""
+    from vllm import SamplingParams
+
+    _, reward, tokenizer = build_models(args.model, "same", getattr(torch, args.dtype))
+    ids = tokenizer(PROMPT).input_ids
+    extra = {"rad_beta": BETA, "rad_top_k": TOP_K} if args.path == "vllm-rad" else None
+    rows = []
+    with tempfile.TemporaryDirectory() as folder, torch.compiler.set_stance("force_eager"):
+        reward.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        engine = start_engine(args, Path(folder))
+
+        def generate(count: int, new: int) -> float:
+            params = SamplingParams(temperature=0.0, max_tokens=new, ignore_eos=True, extra_args=extra)
+            started = time.perf_counter()
+            outputs = engine.generate([{"prompt_token_ids": ids}] * count, params, use_tqdm=False)
+            seconds = time.perf_counter() - started
+            assert all(len(output.outputs[0].token_ids) == new for output in outputs)
+            return seconds
+
+        for count in args.concurrency:
+            generate(count, 4)
+            before = reward_seconds(engine)
+            seconds = [generate(count, args.new_tokens) for _ in range(args.repeats)]
+            share = (reward_seconds(engine) - before) / sum(seconds)
+            row = {"path": args.path, "concurrency": count, "seconds": statistics.median(seconds)}
+            if extra is not None:
+                row |= {"reward_share": share, "reward_step_s": share * row["seconds"] / args.new_tokens}
+                row |= {"reward_floor_s": reward_floor(reward, count * TOP_K, 3)}
+            rows.append(row)
+    return rows
+
+
+def reward_seconds(engine) -> float:
+    """Seconds that the engine has spent in reward forwards so far."""
+    return engine.collective_rpc("rad_statistics")[0]["reward_models"]["same"]["forward_seconds"]
+
+
+def run_generate(args: argparse.Namespace) -> list[dict]:
+    """All concurrencies of one `generate()` path."""
+    lm, reward, tokenizer = build_models(args.model, "same", getattr(torch, args.dtype))
+    kind = args.path.removeprefix("generate-")
+    ids = tokenizer(PROMPT, return_tensors="pt").input_ids
+    rows = []
+    for count in args.concurrency:
+        prompt = ids.repeat(count, 1)
+
+        def processors(prompt=prompt) -> list:
+            return make_processor(kind, reward, tokenizer, prompt)
+
+        if kind == "stateless":
+            seconds = stateless_by_steps(lm, processors()[0], prompt, args.new_tokens, time.perf_counter)
+        else:
+            time_generate(lm, processors, prompt, 4, 1, time.perf_counter)
+            seconds = time_generate(lm, processors, prompt, args.new_tokens, args.repeats, time.perf_counter)
+        rows.append({"path": args.path, "concurrency": count, "seconds": seconds})
+    return rows
+
+
+def print_table(rows: list[dict]) -> None:
+    """A Markdown table: one line per path and concurrency, with the reward forward beside its floor."""
+    print("| requests | path | tokens/s | reward share of a step | reward step ms | floor ms |")
+    print("|---|---|---|---|---|---|")
+    order = {path: place for place, path in enumerate(PATHS)}
+    for row in sorted(rows, key=lambda row: (row["concurrency"], order[row["path"]])):
+        line = f"| {row['concurrency']} | {row['path']} | {row['tokens_per_s']:.3g} |"
+        if "reward_share" in row:
+            line += (
+                f" {row['reward_share']:.0%} | {row['reward_step_s'] * 1e3:.0f} | {row['reward_floor_s'] * 1e3:.0f} |"
+            )
+        else:
+            line += " | | |"
+        print(line)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True, help="folder of the language model")
+    parser.add_argument("--dtype", default="bfloat16", help="dtype of both models")
+    parser.add_argument("--new-tokens", type=int, default=64, help="tokens of each response")
+    parser.add_argument("--repeats", type=int, default=3, help="runs per cell (median)")
+    parser.add_argument("--concurrency", type=int, nargs="+", default=list(CONCURRENCY), help="requests at once")
+    parser.add_argument("--path", choices=PATHS, nargs="+", default=list(PATHS), help="what to measure")
+    parser.add_argument("--output", type=Path, required=True, help="JSON file to which rows are added")
+    parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    os.environ.setdefault("OMP_NUM_THREADS", str(os.cpu_count()))
+    if args.here:
+        (args.path,) = args.path
+        rows = run_engine(args) if args.path.startswith("vllm") else run_generate(args)
+        for row in rows:
+            row["tokens_per_s"] = row["concurrency"] * args.new_tokens / row["seconds"]
+            print(json.dumps(row), flush=True)
+        return
+    rows = json.loads(args.output.read_text()) if args.output.exists() else []
+    for path in args.path:
+        for count in args.concurrency:
+            command = [sys.executable, __file__, *sys.argv[1:], "--here", "--path", path, "--concurrency", str(count)]
+            done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+            new = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"path"')]
+            rows = [row for row in rows if (row["path"], row["concurrency"]) != (path, count)] + new
+            args.output.write_text(json.dumps(rows, indent=1))
+    print_table(rows)
+
+
+if __name__ == "__main__":
+    main()
