@@ -144,6 +144,10 @@ class RADWorkerExtension:
         """The sequences recorded under `rad_trace=trace_id`, see `TraceStore.take`, and forgets them."""
         return _engine_of(self.model_runner).traces.take(trace_id)
 
+    def rad_take_error(self, report_id: str) -> str | None:
+        """Why the request with `rad_report=report_id` had to be ended, None if it was not, and forgets it."""
+        return _engine_of(self.model_runner).errors.take(report_id)
+
     def rad_statistics(self) -> dict[str, Any]:
         """Totals since the start, see `RADEngine.statistics`."""
         return _engine_of(self.model_runner).statistics()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import json
 import logging
@@ -21,7 +22,7 @@ from vllm.entrypoints.serve.exception_handling.error_response import create_erro
 from vllm.renderers import TokenizeParams
 
 from openrlhf_ebft.config.serving import ServingConfig
-from openrlhf_ebft.serving.errors import RequestError
+from openrlhf_ebft.serving.errors import RequestError, error_object
 from openrlhf_ebft.serving.rad_fields import RADFieldReader, RADFields
 from openrlhf_ebft.serving.request_body import Body
 from openrlhf_ebft.serving.request_fields import check_fields
@@ -73,6 +74,7 @@ class Generation:
         self._handlers = handlers
         self._traces = traces
         self._rad = RADFieldReader(config)
+        self._forgetting: set[asyncio.Task[Any]] = set()
 
     async def answer(self, body: Body, *, is_chat: bool) -> Response:
         """The response to a request.
@@ -91,11 +93,19 @@ class Generation:
                 body["return_token_ids"] = True  # scores are put beside the tokens
         try:
             result = await self._start(body, is_chat)
+        except asyncio.CancelledError:
+            if rad is not None:
+                self._forget(rad)
+            raise
+        except RequestError:
+            raise
         except (ValueError, OverflowError, NotImplementedError) as error:
             raise _refusal(create_error_response(error)) from error
         if isinstance(result, ErrorResponse):
             raise _refusal(result)
         if not isinstance(result, AsyncIterator):
+            if rad is not None and (reason := await self._traces.error(rad.report_id)) is not None:
+                raise RequestError(f"rad: {reason}", param="rad", status=_reason_status(reason))
             content = result.model_dump()
             if rad is not None and rad.trace_id is not None:
                 ids = [choice["token_ids"] or [] for choice in content["choices"]]
@@ -123,28 +133,51 @@ class Generation:
         first = await anext(events)
         if error := _error_event(first):
             raise RequestError(error["message"], param=error.get("param"), status=_client_status(error))
-        trace_id = rad.trace_id if rad is not None else None
-        return StreamingResponse(self._events(first, events, trace_id), media_type="text/event-stream")
+        content = self._events(first, events, rad) if rad is not None else _chain(first, events)
+        return StreamingResponse(content, media_type="text/event-stream")
 
-    async def _events(self, first: str, rest: AsyncIterator[str], trace_id: str | None) -> AsyncIterator[str]:
-        """vLLM's events; with a trace, one more before the end that holds the scores of all tokens."""
+    async def _events(self, first: str, rest: AsyncIterator[str], rad: RADFields) -> AsyncIterator[str]:
+        """vLLM's events; before the end one more with the scores of all tokens, or with the reason of a failure."""
+        try:
+            async for event in self._with_ending(first, rest, rad):
+                yield event
+        except (asyncio.CancelledError, GeneratorExit):  # the client has left: nobody fetches the scores
+            self._forget(rad)
+            raise
+
+    async def _with_ending(self, first: str, rest: AsyncIterator[str], rad: RADFields) -> AsyncIterator[str]:
         tokens: dict[int, list[int]] = {}
         head: dict[str, Any] = {}
-        event = first
-        while True:
-            if trace_id is not None and event == _DONE:
-                scores = await self._traces.take(trace_id, [tokens[index] for index in sorted(tokens)])
-                yield f"{_EVENT}{json.dumps(head | {'choices': [], 'rad_trace': scores})}\n\n"
-            elif trace_id is not None and event.startswith(_EVENT):
+        async for event in _chain(first, rest):
+            if event == _DONE:
+                if (reason := await self._traces.error(rad.report_id)) is not None:
+                    yield f"{_EVENT}{json.dumps(error_object(f'rad: {reason}', _reason_status(reason), 'rad'))}\n\n"
+                elif rad.trace_id is not None:
+                    scores = await self._traces.take(rad.trace_id, [tokens[index] for index in sorted(tokens)])
+                    yield f"{_EVENT}{json.dumps(head | {'choices': [], 'rad_trace': scores})}\n\n"
+            elif rad.trace_id is not None and event.startswith(_EVENT):
                 chunk = json.loads(event.removeprefix(_EVENT))
                 head = head or {name: chunk.get(name) for name in _CHUNK_HEAD}
                 for choice in chunk.get("choices", ()):
                     tokens.setdefault(choice["index"], []).extend(choice.get("token_ids") or ())
             yield event
-            following = await anext(rest, None)
-            if following is None:
-                return
-            event = following
+
+    def _forget(self, rad: RADFields) -> None:
+        if rad.trace_id is not None:
+            task = asyncio.create_task(self._traces.take(rad.trace_id, []))
+            self._forgetting.add(task)
+            task.add_done_callback(self._forgetting.discard)
+
+
+async def _chain(first: str, rest: AsyncIterator[str]) -> AsyncIterator[str]:
+    yield first
+    async for event in rest:
+        yield event
+
+
+def _reason_status(reason: str) -> int:
+    """A full cache passes; anything else is the request's."""
+    return int(HTTPStatus.SERVICE_UNAVAILABLE if reason.startswith("no room") else HTTPStatus.BAD_REQUEST)
 
 
 def _error_event(event: str) -> dict[str, Any] | None:

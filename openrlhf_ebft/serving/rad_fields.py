@@ -19,10 +19,12 @@ class RADFields:
 
     Attributes:
         arguments: flat `rad_*` arguments for the engine.
+        report_id: id under which the engine keeps the reason if it has to end the request.
         trace_id: id under which the engine keeps the scores; None when they were not asked for.
     """
 
     arguments: dict[str, Any]
+    report_id: str
     trace_id: str | None
 
 
@@ -81,12 +83,14 @@ class RADFieldReader:
             self._engine.check_request(request)
         except ValueError as error:
             raise RequestError(str(error), param=name) from None
-        # The id is the server's own: a client must not read the scores of another one's request.
-        trace_id = uuid4().hex if wants_trace or request.trace is not None else None
+        # Ids are the server's own: a client must not read what belongs to another one's request.
+        report_id = uuid4().hex
+        arguments[f"{PREFIX}report"] = report_id
         arguments.pop(f"{PREFIX}trace", None)
-        if trace_id is not None:
-            arguments[f"{PREFIX}trace"] = trace_id
-        return RADFields(arguments, trace_id)
+        if not wants_trace:
+            return RADFields(arguments, report_id, None)
+        arguments[f"{PREFIX}trace"] = report_id
+        return RADFields(arguments, report_id, report_id)
 
 
 def _flat_arguments(flat: Any) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Scores of a finished request, fetched from the engine and put beside the response's tokens."""
+"""What the engine kept of a finished request: its scores, or why it had to be ended."""
 
 from __future__ import annotations
 
@@ -21,6 +21,10 @@ class TraceReader:
     def __init__(self, client: Any, tokenizer: Any) -> None:
         self._client = client
         self._tokenizer = tokenizer
+
+    async def error(self, report_id: str) -> str | None:
+        """Why the engine had to end a request, None if it did not."""
+        return next((reason for reason in await self._client.collective_rpc("rad_take_error", args=(report_id,))), None)
 
     async def take(self, trace_id: str, choices: Sequence[Sequence[int]]) -> list[dict[str, Any]]:
         """The scores of a request; the engine forgets them.

@@ -187,18 +187,27 @@ def test_wrong_rad_arguments_are_refused(reader, fields):
     assert refused.value.param in ("rad", "rad_trace", "vllm_xargs")
 
 
+def arguments(fields):
+    """Arguments without the ids that differ from request to request."""
+    return {name: value for name, value in fields.arguments.items() if name not in ("rad_report", "rad_trace")}
+
+
 def test_nested_and_flat_spellings_say_the_same(reader):
     nested = reader.take({"rad": {"beta": 20, "top_k": 5, "reward_model": "bad", "invert": True}})
     flat = reader.take({"vllm_xargs": {"rad_beta": 20, "rad_top_k": 5, "rad_reward_model": "bad", "rad_invert": True}})
-    assert nested == flat
+    assert arguments(nested) == arguments(flat)
     weighted = reader.take({"rad": {"weights": {"good": 10, "bad": -20}}})
-    assert weighted == reader.take({"vllm_xargs": {"rad_weights": ["good=10.0", "bad=-20.0"]}})
+    assert arguments(weighted) == arguments(reader.take({"vllm_xargs": {"rad_weights": ["good=10.0", "bad=-20.0"]}}))
     assert reader.take({"prompt": "a"}) is None
 
 
-def test_a_trace_gets_an_id_that_no_client_can_choose(reader):
-    body = {"prompt": "a", "rad": {"beta": 1, "trace": "of-another"}, "rad_trace": True}
+def test_ids_of_traces_and_reports_are_none_that_a_client_can_choose(reader):
+    body = {"prompt": "a", "rad": {"beta": 1, "trace": "of-another", "report": "of-another"}, "rad_trace": True}
     first, second = reader.take(dict(body)), reader.take(dict(body))
-    assert first.trace_id not in (None, "of-another", second.trace_id)
+    assert "of-another" not in first.arguments.values()
+    assert len({first.trace_id, second.trace_id, None}) == 3
     assert first.arguments["rad_trace"] == first.trace_id
-    assert reader.take({"rad": {"beta": 1}}).trace_id is None
+    assert first.arguments["rad_report"] == first.report_id
+    without = reader.take({"rad": {"beta": 1, "trace": "x"}})
+    assert without.trace_id is None
+    assert "rad_trace" not in without.arguments

@@ -17,7 +17,7 @@ from openrlhf_ebft.rad.engine.prefix import StoredPrefix
 from openrlhf_ebft.rad.engine.request import RADRequest
 from openrlhf_ebft.rad.engine.score_row import ScoreRow
 from openrlhf_ebft.rad.engine.scorer import PrefixScorer
-from openrlhf_ebft.rad.engine.trace import TraceStep, TraceStore
+from openrlhf_ebft.rad.engine.trace import ErrorStore, TraceStep, TraceStore
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +54,8 @@ class RADEngine:
     """Steers the rows of a batch that ask for it; others are not touched.
 
     A request that cannot be steered (unknown reward model, no room in the cache by configuration, NaN from the reward
-    model, ...) is ended: from then on only its stop token is possible. Its error is logged, counted, and in its trace.
+    model, ...) is ended: from then on only its stop token is possible. Its error is logged, counted, in its trace,
+    and kept under the id that it gave as `report`.
 
     Args:
         config: names and limits.
@@ -65,6 +66,7 @@ class RADEngine:
         self.config = config
         self.scorers = dict(scorers)
         self.traces = TraceStore()
+        self.errors = ErrorStore()
         self.requests = 0
         self.failed_requests = 0
         self.steered_tokens = 0
@@ -152,6 +154,8 @@ class RADEngine:
         row.error = reason
         self.failed_requests += 1
         logger.error("RAD: a request was ended: %s", reason)
+        if row.request.report is not None:
+            self.errors.put(row.request.report, reason)
         if row.trace is not None:
             row.trace.error = reason
 

@@ -43,6 +43,7 @@ class RADRequest:
         weights: (name, weight) of several reward models instead of one; a negative weight steers away:
             |weight| * (1 - reward). In `extra_args` a list of "name=weight" strings.
         trace: id under which the candidates' rewards of every step are kept until they are fetched.
+        report: id under which the reason is kept, until it is fetched, if the request has to be ended.
     """
 
     beta: float
@@ -53,6 +54,7 @@ class RADRequest:
     reward_model: str | None = None
     weights: tuple[tuple[str, float], ...] = ()
     trace: str | None = None
+    report: str | None = None
 
     @classmethod
     def from_extra_args(cls, extra_args: Mapping[str, Any] | None) -> RADRequest | None:
@@ -191,4 +193,5 @@ _READERS = {
     "rad_reward_model": _text,
     "rad_weights": _weights,
     "rad_trace": _text,
+    "rad_report": _text,
 }

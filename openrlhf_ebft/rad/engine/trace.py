@@ -78,6 +78,23 @@ class TraceStore:
         return [trace.as_dict() for trace in self._traces.pop(trace_id, [])]
 
 
+class ErrorStore:
+    """Reasons of requests that had to be ended, by the id that the request gave; bounded like traces."""
+
+    def __init__(self) -> None:
+        self._reasons: OrderedDict[str, str] = OrderedDict()
+
+    def put(self, report_id: str, reason: str) -> None:
+        """Keeps the first reason of an id."""
+        self._reasons.setdefault(report_id, reason)
+        while len(self._reasons) > MOST_TRACES:
+            self._reasons.popitem(last=False)
+
+    def take(self, report_id: str) -> str | None:
+        """The reason of an id, forgotten afterwards; None when nothing went wrong."""
+        return self._reasons.pop(report_id, None)
+
+
 def token_rewards(trace: dict[str, Any], token_ids: Sequence[int]) -> list[dict[str, float] | None]:
     """For each response token its reward by reward model, or None where it was no candidate of its step.
 
