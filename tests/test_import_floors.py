@@ -18,6 +18,7 @@ FORBIDDEN_OUTSIDE = {
     "models": STACK,
     "data": STACK,
     "rad": {"ray", "deepspeed"},
+    "evaluation": STACK,
     "distributed": {"ray"},
     "trainer": {"vllm", "deepspeed"},
 }
@@ -27,6 +28,7 @@ FLOORS = {
     "models": 2,
     "data": 2,
     "rad": 2,
+    "evaluation": 2,
     "distributed": 3,
     "rollouts": 3,
     "serving": 3,

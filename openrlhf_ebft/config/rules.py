@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+from openrlhf_ebft.config.evaluation_rules import EVALUATION_RULES
 from openrlhf_ebft.config.lora_rules import LORA_RULES
 from openrlhf_ebft.config.policy_rules import POLICY_NOTES, POLICY_RULES
 from openrlhf_ebft.config.sections import DataConfig, EBFTConfig
@@ -205,20 +206,6 @@ def _anchors_fit(config: EBFTConfig) -> Iterator[str]:
         )
 
 
-def _evaluation_has_rows(config: EBFTConfig) -> Iterator[str]:
-    evaluation, fraction = config.evaluation, config.data.heldout_fraction
-    if fraction == 0 and evaluation.max_examples > 0:
-        yield (
-            f"evaluation.max_examples = {evaluation.max_examples} needs held-out rows, but data.heldout_fraction = 0: "
-            "set data.heldout_fraction above 0 (0.05), or evaluation.max_examples to 0"
-        )
-    if evaluation.max_examples == 0 and evaluation.every_steps > 0:
-        yield (
-            f"evaluation.every_steps = {evaluation.every_steps} with evaluation.max_examples = 0 evaluates nothing: "
-            "set evaluation.max_examples to 1 or more, or evaluation.every_steps to 0"
-        )
-
-
 def _features_are_distinct(config: EBFTConfig) -> Iterator[str]:
     fractions = config.features.layer_fractions
     if len(set(fractions)) < len(fractions):
@@ -296,11 +283,11 @@ _RULES: tuple[Rule, ...] = (
     _data_is_read,
     _strided_keys_belong_to_strided_mode,
     _anchors_fit,
-    _evaluation_has_rows,
     _features_are_distinct,
     _engine_can_do_it,
     _gpu_shares_exist,
     _offload_has_a_stage,
+    *EVALUATION_RULES,
     *LORA_RULES,
     *POLICY_RULES,
 )

@@ -7,6 +7,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from openrlhf_ebft.config.durability import CheckpointConfig, RecoveryConfig
+from openrlhf_ebft.config.evaluation import EvaluationConfig
 from openrlhf_ebft.config.lora import LoRAConfig
 from openrlhf_ebft.config.section import EmbedMethod, Fraction, Precision, Section
 from openrlhf_ebft.config.training_sections import DeepSpeedConfig, OptimizerConfig, PolicyConfig, ReferenceConfig
@@ -173,15 +174,6 @@ class PlacementConfig(Section):
     threads_per_actor: int = Field(0, ge=0, description="compute threads of an actor on CPU; 0: all cores")
     start_timeout_s: float = Field(300.0, gt=0.0, description="limit for the actors to load their models, in seconds")
     schedule_timeout_s: float = Field(10.0, gt=0.0, description="limit for Ray to place the actors, in seconds")
-
-
-class EvaluationConfig(Section):
-    """Held-out evaluation before, during and after training."""
-
-    every_steps: int = Field(0, ge=0, description="EBFT steps between evaluations; 0: only before and after")
-    max_examples: int = Field(24, ge=0, description="held-out rows that are evaluated; 0: no evaluation")
-    use_ema: bool = Field(False, description="evaluate the averaged weights (policy.ema_decay), not the last ones")
-    show_samples: int = Field(3, ge=0, description="completions printed before and after")
 
 
 class LoggingConfig(Section):

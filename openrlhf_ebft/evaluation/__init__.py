@@ -1,0 +1,1 @@
+"""Measures a model beyond the loss: bootstrap intervals, pass@k of generated code, translation, n-gram overlap."""
