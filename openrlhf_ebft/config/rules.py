@@ -148,6 +148,12 @@ def _data_is_read(config: EBFTConfig) -> Iterator[str]:
         if data.messages_column is None:
             yield (
                 "data.turns = all needs chats, but data.messages_column = null: name their column, or set data.turns "
+    if data.history == "own" and (data.turns == "last" or data.mode == "strided"):
+        wrong = "data.turns = last" if data.turns == "last" else "data.mode = strided"
+        yield (
+            f"data.history = own samples the turns of a chat one after the other, but {wrong}: set data.turns to all "
+            "and data.mode to structured, or data.history to ground_truth"
+        )
                 "to last"
             )
         if data.over_long_prompt == "truncate_left":

@@ -48,6 +48,11 @@ class DataConfig(Section):
         "last",
         description="which assistant turns of a chat are ground truths: the last one, or all, each with its own anchor",
     )
+    history: Literal["ground_truth", "own"] = Field(
+        "ground_truth",
+        description="what later turns of a chat stand behind: the turns of the data, all sampled at once, or the "
+        "policy's own answers, sampled turn after turn",
+    )
     apply_chat_template: bool = Field(False, description="wrap plain prompts as a user turn of the chat template")
     chat_template: str | None = Field(None, description="file with a Jinja chat template that replaces the tokenizer's")
     append_eos: bool = Field(True, description="end every ground truth with the EOS token")

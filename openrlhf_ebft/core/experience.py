@@ -25,6 +25,7 @@ class Reference:
     max_new_tokens: Tensor  # (A,) int64, tokens: limit of the completions of each anchor
     loss_mask: Tensor  # (S,) bool: tokens that the cross-entropy covers (token 0 has no predictor and never counts)
     document_ids: Tensor | None = None  # (S,) int64, non-decreasing: documents of a packed reference
+    closings: Tensor | None = None  # (A,) int64: tokens at the end of each window that only close a turn (EOS); None: 0
 
     def to(self, device: torch.device) -> Reference:
         """The same reference with all tensors on `device`."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -136,7 +137,7 @@ def _encode(example: Example, encoder: PromptTokenizer, config: EBFTConfig, repo
     if len(prompt) > data.max_prompt_tokens and data.over_long_prompt == "truncate_left":
         detail = f"prompt of {len(prompt)} tokens cut to the last {data.max_prompt_tokens}"
         report.change(example.place, "prompt truncated", detail)
-        turns[0] = TurnIds(encoder.truncate_left(prompt, data.max_prompt_tokens), turns[0].ground_truth)
+        turns[0] = replace(turns[0], prompt=encoder.truncate_left(prompt, data.max_prompt_tokens))
     kept, misfits = fit_turns(turns, data)
     for misfit in misfits:
         if misfit.reason == "over-long prompt" and data.over_long_prompt == "error":

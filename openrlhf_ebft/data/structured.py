@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 
 import torch
@@ -22,6 +22,7 @@ class TurnIds:
 
     prompt: list[int]
     ground_truth: list[int]
+    closing: int = 0  # tokens at the end of the ground truth that were added to close it (EOS)
 
 
 def completion_limit(ground_truth_tokens: int, config: RolloutConfig) -> int:
@@ -54,12 +55,12 @@ class PromptTokenizer:
         for number, turn in enumerate(example.turns):
             prompt = self._plain(turn.prompt) if number else self._first_prompt(turn.prompt, example.is_templated)
             if turns and self._append_eos and prompt[:1] == [self._eos] and turns[-1].ground_truth[-1:] != prompt[:1]:
-                turns[-1] = TurnIds(turns[-1].prompt, [*turns[-1].ground_truth, *prompt[:1]])
+                turns[-1] = TurnIds(turns[-1].prompt, [*turns[-1].ground_truth, *prompt[:1]], closing=1)
                 prompt = prompt[1:]
             turns.append(TurnIds(prompt, self._ground_truth(turn.ground_truth)))
         last = turns[-1]
         if self._append_eos and last.ground_truth[-1:] != [self._eos]:
-            turns[-1] = TurnIds(last.prompt, [*last.ground_truth, self._eos])
+            turns[-1] = TurnIds(last.prompt, [*last.ground_truth, self._eos], closing=1)
         return turns
 
     def _plain(self, text: str) -> list[int]:
@@ -125,6 +126,7 @@ def make_reference(example_id: str, turns: Sequence[TurnIds], config: RolloutCon
         window_lengths=torch.tensor(windows, dtype=torch.int64),
         max_new_tokens=torch.tensor([completion_limit(window, config) for window in windows], dtype=torch.int64),
         loss_mask=torch.tensor(mask),
+        closings=torch.tensor([turn.closing for turn in turns], dtype=torch.int64),
     )
 
 
@@ -144,7 +146,7 @@ def fit_turns(turns: Sequence[TurnIds], config: DataConfig) -> tuple[list[TurnId
         length += len(turn.ground_truth)
         prompt = [*waiting, *turn.prompt]
         if misfit is None:
-            kept.append(TurnIds(prompt, turn.ground_truth))
+            kept.append(replace(turn, prompt=prompt))
             waiting = []
         else:
             misfits.append(misfit)

@@ -21,6 +21,7 @@ from openrlhf_ebft.trainer.console import Console
 from openrlhf_ebft.trainer.evaluation import EvaluationResult, evaluate
 from openrlhf_ebft.trainer.interrupts import Interrupts
 from openrlhf_ebft.trainer.state import Schedule, TrainerState
+from openrlhf_ebft.trainer.histories import sample_references
 from openrlhf_ebft.trainer.tracking import Tracker
 
 
@@ -131,7 +132,8 @@ class EBFTTrainer:
         clock = PhaseClock()
         references = self._next_references()
         with clock.phase("rollout"):
-            rollouts = self.actors.rollout.generate(self._requests(references))
+            generate, requests = self.actors.rollout.generate, self._requests(references)
+            references, rollouts = sample_references(generate, requests, self.config.data.history)
         trees = [RolloutTree.from_rollout(ref, rollout) for ref, rollout in zip(references, rollouts, strict=True)]
         with clock.phase("features"):
             rewards = self.actors.rewards.rewards(self.state.step, trees)

@@ -15,6 +15,7 @@ from openrlhf_ebft.core.completion_metrics import CompletionMetrics, completion_
 from openrlhf_ebft.core.experience import Completion, Reference, Rollout, RolloutRequest
 from openrlhf_ebft.core.rollout_tree import RolloutTree
 from openrlhf_ebft.core.seeding import derive_seed
+from openrlhf_ebft.trainer.histories import sample_references
 
 EVALUATION_STEP = -1
 """Step number under which the reward aggregator knows an evaluation; training counts from 0."""
@@ -107,7 +108,7 @@ def evaluate(actors: RunActors, config: EBFTConfig, references: Sequence[Referen
         )
         for reference in references
     ]
-    rollouts = actors.rollout.generate(requests)
+    references, rollouts = sample_references(actors.rollout.generate, requests, config.data.history)
     trees = [RolloutTree.from_rollout(ref, rollout) for ref, rollout in zip(references, rollouts, strict=True)]
     rewards = actors.rewards.rewards(EVALUATION_STEP, trees, phase="evaluation")
     scores = actors.trainer.score(trees)

@@ -13,6 +13,7 @@ from transformers import AutoConfig
 from openrlhf_ebft.config.errors import UserError
 from openrlhf_ebft.config.sections import EBFTConfig
 from openrlhf_ebft.core.experience import Reference
+from openrlhf_ebft.core.turns import longest_own_history
 from openrlhf_ebft.models.loading import causal_lm_arguments
 
 _INDEX = "model.safetensors.index.json"
@@ -41,6 +42,8 @@ def check_sizes(config: EBFTConfig, models: dict[str, Any], references: Sequence
     largest_id = max(int(ref.token_ids.max()) for ref in references)
     needed = longest + 1  # vllm scores a sequence only with room for one more token
     for key, model in models.items():
+    if config.data.history == "own":
+        longest = max(longest, *(longest_own_history(ref) for ref in references))
         _check_size(config, key, model, needed if key == "model.path" else longest, largest_id)
     limit = config.rollout.max_model_len
     if limit is not None and limit < needed:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from transformers import PreTrainedTokenizerBase
 
 from openrlhf_ebft.core.experience import Reference
+from openrlhf_ebft.core.turns import first_turn
 from openrlhf_ebft.trainer.evaluation import EvaluationResult
 
 _PROMPT_LINES = 4
@@ -24,7 +25,11 @@ def sample_pairs(
     Each sample has `example_id`, `prompt` (its end), `ground_truth`, `before` and `after`.
     """
     samples = []
-    for reference, first, second in list(zip(references, before.rollouts, after.rollouts, strict=True))[:count]:
+    # On the policy's own history a chat has a rollout for each turn; its first stands behind the data's prompt.
+    chosen = {name: reference for reference in references for name in (reference.example_id, first_turn(reference))}
+    pairs = [pair for pair in zip(before.rollouts, after.rollouts, strict=True) if pair[0].example_id in chosen]
+    for first, second in pairs[:count]:
+        reference = chosen[first.example_id]
         anchor = int(reference.anchors[0])
         truth = reference.token_ids[anchor : anchor + int(reference.window_lengths[0])].tolist()
         samples.append(

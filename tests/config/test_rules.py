@@ -58,6 +58,7 @@ REJECTED = [
         ["policy.micro_batch_size=2", "policy.max_tokens_per_micro_batch=512", "policy.prompts_per_step=4"],
         ["policy.micro_batch_size = 2", "policy.max_tokens_per_micro_batch = 512", "leave one of them out"],
     ),
+    (["data.history=own"], ["data.history = own", "data.turns = last", "ground_truth"]),
     (["data.turns=all"], ["data.turns = all", "data.messages_column = null"]),
     (
         ["data.turns=all", "data.messages_column=chat", "data.over_long_prompt=truncate_left"],
