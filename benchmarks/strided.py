@@ -25,7 +25,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from openrlhf_ebft.config.sections import FeatureConfig
-from openrlhf_ebft.core.anchors import StrideSettings, strided_anchors
+from openrlhf_ebft.core.anchors import StrideSettings, answer_anchors
 from openrlhf_ebft.core.experience import Completion, Reference, Rollout, RolloutRequest, SamplingSettings
 from openrlhf_ebft.core.gram import group_gram
 from openrlhf_ebft.core.pooling import normalize_tokens
@@ -50,9 +50,9 @@ WAYS = ("straightforward", "ours")
 def document(path: str, size: int) -> Reference:
     """The first `size` tokens of a module of the standard library, with its anchors."""
     ids = AutoTokenizer.from_pretrained(path)(Path(dataclasses.__file__).read_text(encoding="utf-8"))["input_ids"]
-    anchors = strided_anchors(size, SETTINGS)
-    windows = torch.full_like(anchors, STEPS)
     mask = torch.ones(size, dtype=torch.bool)
+    anchors = answer_anchors(mask, None, SETTINGS)
+    windows = torch.full_like(anchors, STEPS)
     return Reference("document", torch.tensor(ids[:size]), anchors, windows, windows.clone(), mask)
 
 

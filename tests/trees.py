@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from openrlhf_ebft.core.anchors import StrideSettings, answer_anchors
 from openrlhf_ebft.core.experience import Completion, Reference, Rollout
 from openrlhf_ebft.core.rollout_tree import RolloutTree
 
@@ -25,6 +26,11 @@ def make_reference(
         loss_mask=loss_mask,
         document_ids=None if documents is None else torch.tensor(documents),
     )
+
+
+def document_anchors(size: int, settings: StrideSettings, *, prompt: int = 0) -> torch.Tensor:
+    """Anchors of a document of `size` tokens of which the first `prompt` are not trained on."""
+    return answer_anchors(torch.arange(size) >= prompt, None, settings)
 
 
 def make_tree(reference: Reference, lengths: list[list[int]], *, vocab: int = 64, seed: int = 1) -> RolloutTree:

@@ -31,29 +31,12 @@ class StrideSettings:
                 raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
 
 
-def span_anchors(start: int, stop: int, context_start: int, settings: StrideSettings) -> Tensor:
-    """Anchors in an answer that covers the tokens [start, stop) of a document that begins at `context_start`.
-
-    The first lies `context_length` tokens into the document or `min_completion_prefix` into the answer, whichever is
-    later; a window never reaches beyond `stop`. For a whole document of S tokens these are
-    (S - generate_max_len - context_length) // stride + 1 anchors, or none.
-
-    Returns:
-        (A,) int64, ascending; empty when nothing fits.
-    """
-    first = max(context_start + settings.context_length, start + settings.min_completion_prefix)
-    return torch.arange(first, max(stop - settings.generate_max_len + 1, first), settings.stride)
-
-
-def strided_anchors(num_tokens: int, settings: StrideSettings, *, prompt_tokens: int = 0) -> Tensor:
-    """Anchors of one reference of `num_tokens` tokens, of which the first `prompt_tokens` are not trained on: (A,)."""
-    if not 0 <= prompt_tokens <= num_tokens:
-        raise ValueError(f"a prompt of {prompt_tokens} tokens does not fit a reference of {num_tokens}")
-    return span_anchors(prompt_tokens, num_tokens, 0, settings)
-
-
 def answer_anchors(answer_mask: Tensor, document_ids: Tensor | None, settings: StrideSettings) -> Tensor:
     """Anchors of every answer of every document: each document has those that it would have alone.
+
+    The first anchor of an answer lies `context_length` tokens into its document or `min_completion_prefix` into the
+    answer, whichever is later; a window never reaches beyond the answer. In a raw document of S tokens these are
+    (S - generate_max_len - context_length) // stride + 1 anchors, or none.
 
     Args:
         answer_mask: (S,) bool, tokens of answers; all of them for raw documents.
@@ -73,11 +56,17 @@ def answer_anchors(answer_mask: Tensor, document_ids: Tensor | None, settings: S
     lengths = torch.diff(torch.cat([index[starts], torch.tensor([answer_mask.numel()])]))
     context_start = torch.cummax(torch.where(document_starts, index, 0), 0).values
     spans = [
-        span_anchors(start, start + length, int(context_start[start]), settings)
+        _span_anchors(start, start + length, int(context_start[start]), settings)
         for start, length in zip(index[starts].tolist(), lengths.tolist(), strict=True)
         if answer_mask[start]
     ]
     return torch.cat(spans) if spans else torch.empty(0, dtype=torch.int64)
+
+
+def _span_anchors(start: int, stop: int, context_start: int, settings: StrideSettings) -> Tensor:
+    """(A,) anchors in an answer that covers the tokens [start, stop) of a document that begins at `context_start`."""
+    first = max(context_start + settings.context_length, start + settings.min_completion_prefix)
+    return torch.arange(first, max(stop - settings.generate_max_len + 1, first), settings.stride)
 
 
 def _run_starts(values: Tensor) -> Tensor:

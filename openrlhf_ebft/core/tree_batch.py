@@ -82,11 +82,6 @@ class TreeBatch:
         """(B,) token ids of all branches, tree by tree in tree layout."""
         return torch.cat([tree.branch_tokens for tree in self.trees])
 
-    @cached_property
-    def branch_predictors(self) -> Tensor:
-        """(B,) flat index of the token whose logits predict each branch token."""
-        return torch.cat([tree.predictors + start for tree, start in zip(self.trees, self.starts, strict=True)])
-
     def pruned_predictors(self, pruned: TreeBatch) -> Tensor:
         """(B,) flat index into the grid of `pruned`, this batch `without_last_tokens`, that predicts each token."""
         pairs = zip(self.trees, pruned.starts, strict=True)

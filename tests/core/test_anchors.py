@@ -3,22 +3,22 @@
 import pytest
 import torch
 
-from openrlhf_ebft.core.anchors import StrideSettings, answer_anchors, strided_anchors
+from openrlhf_ebft.core.anchors import StrideSettings, answer_anchors
 from openrlhf_ebft.core.rollout_tree import RolloutTree
-from tests.trees import make_reference, make_tree
+from tests.trees import document_anchors, make_reference, make_tree
 
 B41 = StrideSettings(stride=4, context_length=8, generate_max_len=4)
 
 
 @pytest.mark.parametrize(("tokens", "count"), [(32, 6), (33, 6), (36, 7), (12, 1), (11, 0), (1, 0)])
 def test_case_b41_number_of_anchors(tokens, count):
-    anchors = strided_anchors(tokens, B41)
+    anchors = document_anchors(tokens, B41)
     assert anchors.tolist() == [8 + 4 * k for k in range(count)]
     assert anchors.dtype == torch.int64
 
 
 def test_case_b41_positions_and_targets():
-    anchors = strided_anchors(32, B41).tolist()
+    anchors = document_anchors(32, B41).tolist()
     reference = make_reference(32, anchors, window=4)
     tree = make_tree(reference, [[4]] * len(anchors))
     assert tree.position_ids[32:].tolist() == [8 + 4 * b + s for b in range(6) for s in range(4)]
@@ -29,7 +29,7 @@ def test_case_b41_positions_and_targets():
 @pytest.mark.parametrize("tokens", range(1, 60))
 @pytest.mark.parametrize(("stride", "context", "window"), [(1, 1, 1), (8, 8, 8), (3, 5, 2), (7, 2, 9)])
 def test_count_is_the_closed_formula(tokens, stride, context, window):
-    anchors = strided_anchors(tokens, StrideSettings(stride, context, window))
+    anchors = document_anchors(tokens, StrideSettings(stride, context, window))
     assert anchors.numel() == max(0, (tokens - window - context) // stride + 1)
     assert anchors.tolist() == [context + k * stride for k in range(anchors.numel())]
 
@@ -39,9 +39,9 @@ def test_count_is_the_closed_formula(tokens, stride, context, window):
 )
 def test_anchors_start_behind_prompt_and_prefix(prompt, prefix, first):
     settings = StrideSettings(4, 8, 4, min_completion_prefix=prefix)
-    anchors = strided_anchors(32, settings, prompt_tokens=prompt).tolist()
+    anchors = document_anchors(32, settings, prompt=prompt).tolist()
     assert anchors == list(range(first, 29, 4))
-    assert strided_anchors(32, settings, prompt_tokens=29).tolist() == []
+    assert document_anchors(32, settings, prompt=29).tolist() == []
 
 
 def test_each_document_has_the_anchors_that_it_would_have_alone():
@@ -73,8 +73,6 @@ def test_bad_settings_are_named():
         StrideSettings(0, 8, 8)
     with pytest.raises(ValueError, match="min_completion_prefix must be at least 0, got -1"):
         StrideSettings(8, 8, 8, -1)
-    with pytest.raises(ValueError, match="prompt of 9 tokens does not fit a reference of 8"):
-        strided_anchors(8, B41, prompt_tokens=9)
     with pytest.raises(ValueError, match="3 document ids for an answer mask of 4"):
         answer_anchors(torch.ones(4, dtype=torch.bool), torch.zeros(3, dtype=torch.int64), B41)
 
@@ -83,7 +81,7 @@ def test_long_references_build_fast():
     """S = 2048, stride 8, n = 4: indices and positions of 8,000 branch tokens."""
     import time
 
-    anchors = strided_anchors(2048, StrideSettings(8, 8, 8))
+    anchors = document_anchors(2048, StrideSettings(8, 8, 8))
     tree = make_tree(make_reference(2048, anchors.tolist(), window=8), [[8] * 4] * len(anchors))
     times = []
     for _ in range(5):

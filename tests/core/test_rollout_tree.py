@@ -75,7 +75,8 @@ def test_batch_indices_point_at_the_same_tokens_as_each_tree(side):
     batch = TreeBatch.collate(trees, pad_token_id=0, padding_side=side)
     flat = batch.input_ids.flatten()
     expected_predictors = torch.cat([tree.token_ids[tree.predictors] for tree in trees])
-    assert torch.equal(flat[batch.branch_predictors], expected_predictors)
+    pruned = batch.without_last_tokens()
+    assert torch.equal(pruned.input_ids.flatten()[batch.pruned_predictors(pruned)], expected_predictors)
     assert torch.equal(flat[batch.supervised_predictors + 1], batch.supervised_targets)
     assert batch.num_tokens == len(trees[0]) + len(trees[1])
     assert bool(batch.allowed().any(-1).all()), "no softmax row may be empty"

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from openrlhf_ebft.core.anchors import StrideSettings, strided_anchors
+from openrlhf_ebft.core.anchors import StrideSettings
 from openrlhf_ebft.core.experience import Reference, Rollout, RolloutRequest
 from openrlhf_ebft.core.rollout_tree import RolloutTree
 from openrlhf_ebft.core.seeding import completion_seed
@@ -19,6 +19,7 @@ from openrlhf_ebft.rollouts.row_sampler import RowSampler
 from openrlhf_ebft.rollouts.sampling import draw_tokens, draw_uniforms, sampler_logits
 from tests.models.test_policy import FAMILIES, VOCAB, build
 from tests.rollouts.requests import GREEDY, SAMPLED
+from tests.trees import document_anchors
 
 FILTERED = dataclasses.replace(SAMPLED, top_k=9, top_p=0.9, stop_token_ids=(1, 9, 20, 33))
 
@@ -26,13 +27,13 @@ FILTERED = dataclasses.replace(SAMPLED, top_k=9, top_p=0.9, stop_token_ids=(1, 9
 def strided(size, *, seed, n=1, settings=StrideSettings(4, 8, 4), documents=None):  # noqa: B008 - frozen
     """Random tokens with the anchors of strided mode; `documents` gives lengths of packed documents."""
     tokens = torch.randint(3, VOCAB, (size,), generator=torch.Generator().manual_seed(seed))
-    anchors = strided_anchors(size, settings)
+    anchors = document_anchors(size, settings)
     ids = None
     if documents is not None:
         lengths = torch.tensor(documents)
         ids = torch.repeat_interleave(torch.arange(len(documents)), lengths)
         starts = lengths.cumsum(0) - lengths
-        anchors = torch.cat([strided_anchors(d, settings) + s for d, s in zip(documents, starts, strict=True)])
+        anchors = torch.cat([document_anchors(d, settings) + s for d, s in zip(documents, starts, strict=True)])
     windows = torch.full_like(anchors, settings.generate_max_len)
     mask = torch.ones(size, dtype=torch.bool)
     reference = Reference(f"e{seed}", tokens, anchors, windows, windows.clone(), mask, ids)

@@ -10,7 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, LlamaModel
 
 from openrlhf_ebft.config.sections import FeatureConfig
 from openrlhf_ebft.core.aggregation import RewardAggregator
-from openrlhf_ebft.core.anchors import StrideSettings, strided_anchors
+from openrlhf_ebft.core.anchors import StrideSettings
 from openrlhf_ebft.core.experience import Reference, Rollout, RolloutRequest, SamplingSettings
 from openrlhf_ebft.core.losses import aggregate, on_policy_loss
 from openrlhf_ebft.core.rollout_tree import RolloutTree
@@ -20,6 +20,7 @@ from openrlhf_ebft.models.feature_network import FeatureNetwork
 from openrlhf_ebft.models.policy import PolicyModel
 from openrlhf_ebft.models.tree_features import TreeFeatures
 from openrlhf_ebft.rollouts.block_parallel import BlockParallelSampler
+from tests.trees import document_anchors
 
 VOCAB, SIZE, REFERENCES, SAMPLES, STEPS = 8, 34, 8, 8, 300
 SETTINGS = StrideSettings(stride=1, context_length=2, generate_max_len=1)
@@ -59,7 +60,7 @@ def chain_references(number):
         tokens = [0]
         while len(tokens) < SIZE:
             tokens.append(int(torch.multinomial(CHAIN[tokens[-1]], 1, generator=generator)))
-        anchors = strided_anchors(SIZE, SETTINGS)
+        anchors = document_anchors(SIZE, SETTINGS)
         windows = torch.ones_like(anchors)
         mask = torch.ones(SIZE, dtype=torch.bool)
         references.append(Reference(f"{number}-{row}", torch.tensor(tokens), anchors, windows, windows.clone(), mask))
