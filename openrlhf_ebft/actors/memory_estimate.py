@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from math import ceil, prod
 from pathlib import Path
 
-from openrlhf_ebft.actors.placement import ENGINE, FEATURES, TRAINER
+from openrlhf_ebft.actors.placement import ENGINE, FEATURES, REFERENCE, TRAINER
 from openrlhf_ebft.config.sections import EBFTConfig
 
 GIB = 2**30
@@ -92,11 +92,14 @@ def estimate_memory(
     """
     weights = policy.total * _BYTES[config.model.dtype]
     feature_bytes = _BYTES[config.features.dtype or config.model.dtype]
-    return [
+    roles = [
         _trainer(config, policy),
         RoleMemory(ENGINE, _engine(config, weights, gpu_bytes)),
         RoleMemory(FEATURES, features.up_to(max(config.features.layer_fractions)) * feature_bytes),
     ]
+    if config.has_reference_actors:  # taken for a model of the policy's size
+        roles.append(RoleMemory(REFERENCE, policy.total * _BYTES[config.reference.dtype or config.model.dtype]))
+    return roles
 
 
 def _trainer(config: EBFTConfig, policy: ModelSize) -> RoleMemory:
@@ -113,6 +116,7 @@ def _trainer(config: EBFTConfig, policy: ModelSize) -> RoleMemory:
     states /= ranks if stage >= 1 or size < 4 else 1
     gradients /= ranks if stage >= 2 else 1
     weights /= ranks if stage == 3 else 1
+    weights += trained * 4 / ranks if config.policy.ema_decay is not None else 0  # the average, always in pieces
     if config.deepspeed.offload_optimizer:
         return RoleMemory(TRAINER, weights + gradients, states)
     return RoleMemory(TRAINER, weights + gradients + states)
@@ -130,7 +134,8 @@ def checkpoint_bytes(config: EBFTConfig, policy: ModelSize) -> float:
     """Disk that the run's checkpoints and final model take at the most, in bytes."""
     size = _BYTES[config.model.dtype]
     trained = config.lora.rank * policy.matrix_sides if config.lora.is_on else policy.total
-    one = policy.total * size + trained * (8 + (4 if size < 4 else 0))
+    average = 4 if config.policy.ema_decay is not None else 0
+    one = policy.total * size + trained * (8 + (4 if size < 4 else 0) + average)
     writes = config.checkpoint.every_steps or config.checkpoint.on_interrupt
     # A new checkpoint is written beside the kept ones before the oldest goes.
-    return one * (config.checkpoint.keep_last + 1 if writes else 0) + policy.total * size
+    return one * (config.checkpoint.keep_last + 1 if writes else 0) + policy.total * size * (2 if config.policy.export_ema else 1)
