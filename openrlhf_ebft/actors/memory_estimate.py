@@ -138,4 +138,5 @@ def checkpoint_bytes(config: EBFTConfig, policy: ModelSize) -> float:
     one = policy.total * size + trained * (8 + (4 if size < 4 else 0) + average)
     writes = config.checkpoint.every_steps or config.checkpoint.on_interrupt
     # A new checkpoint is written beside the kept ones before the oldest goes.
-    return one * (config.checkpoint.keep_last + 1 if writes else 0) + policy.total * size * (2 if config.policy.export_ema else 1)
+    models = 2 if config.policy.export_ema else 1
+    return one * (config.checkpoint.keep_last + 1 if writes else 0) + policy.total * size * models
