@@ -15,22 +15,6 @@ PROCESSOR = "openrlhf_ebft.rad.vllm_processor:RADLogitsProcessor"
 WORKER_EXTENSION = "openrlhf_ebft.serving.worker.ServingWorker"
 
 
-def replica_environment(config: ServingConfig, cores: int) -> dict[str, str]:
-    """Environment of a replica and of the engine process that it starts.
-
-    On CPU vLLM would pin its threads to cores, which replicas would then share, and compile one small sampling
-    function for 13 s.
-    """
-    return {
-        "OMP_NUM_THREADS": str(config.replicas.threads or cores),
-        "OMP_WAIT_POLICY": "PASSIVE",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "TOKENIZERS_PARALLELISM": "false",
-        "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "ERROR"),
-    }
-
-
 def engine_arguments(config: ServingConfig, model_path: str, *, on_cpu: bool) -> dict[str, Any]:
     """Arguments of vLLM's engine."""
     engine = config.engine

@@ -19,6 +19,7 @@ from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionReque
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
+from vllm.exceptions import VLLMError
 from vllm.renderers import TokenizeParams
 
 from openrlhf_ebft.config.serving import ServingConfig
@@ -99,7 +100,7 @@ class Generation:
             raise
         except RequestError:
             raise
-        except (ValueError, OverflowError, NotImplementedError) as error:
+        except (VLLMError, ValueError, OverflowError, NotImplementedError) as error:
             raise _refusal(create_error_response(error)) from error
         if isinstance(result, ErrorResponse):
             raise _refusal(result)

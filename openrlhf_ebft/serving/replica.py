@@ -1,4 +1,7 @@
-"""One replica of the server: an engine, its HTTP application, its part in draining and following a run."""
+"""One replica of the server: an engine, its HTTP application, its part in draining and following a run.
+
+The command's own process imports this module only to name the class: everything heavy is imported by the replica.
+"""
 
 from __future__ import annotations
 
@@ -10,17 +13,10 @@ from typing import Any
 
 from ray import serve
 from starlette.types import ASGIApp
-from vllm.v1.engine.exceptions import EngineDeadError
 
 from openrlhf_ebft.config.serving import ServingConfig
 from openrlhf_ebft.serving.app import Admission, build_app
-from openrlhf_ebft.serving.engine import start_engine
 from openrlhf_ebft.serving.errors import RequestError
-from openrlhf_ebft.serving.following import Follower
-from openrlhf_ebft.serving.generation import Generation
-from openrlhf_ebft.serving.metrics import metrics_text
-from openrlhf_ebft.serving.run_models import base_model
-from openrlhf_ebft.serving.traces import TraceReader
 
 log = logging.getLogger(__name__)
 
@@ -35,6 +31,12 @@ class RADServer:
     """
 
     async def __init__(self, config: ServingConfig, key_digests: Sequence[bytes]) -> None:
+        from openrlhf_ebft.serving.engine import start_engine
+        from openrlhf_ebft.serving.following import Follower
+        from openrlhf_ebft.serving.generation import Generation
+        from openrlhf_ebft.serving.run_models import base_model
+        from openrlhf_ebft.serving.traces import TraceReader
+
         self._config = config
         self._key_digests = key_digests
         self._admission = Admission()
@@ -67,6 +69,8 @@ class RADServer:
         return listed.model_dump() | {"rad": rad, "weights": self._follower.version}
 
     async def _require_health(self) -> None:
+        from vllm.v1.engine.exceptions import EngineDeadError
+
         if self._admission.draining:
             raise RequestError("the server is stopping", status=HTTPStatus.SERVICE_UNAVAILABLE)
         if self._follower.fault is not None:
@@ -77,6 +81,8 @@ class RADServer:
             raise RequestError("the engine has died", status=HTTPStatus.SERVICE_UNAVAILABLE) from None
 
     async def _metrics(self) -> str:
+        from openrlhf_ebft.serving.metrics import metrics_text
+
         return await metrics_text(self._client, self._admission, self._follower)
 
     async def check_health(self) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import socket
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,7 +15,6 @@ from ray.serve.schema import ApplicationStatus
 
 from openrlhf_ebft.config.errors import UserError
 from openrlhf_ebft.config.serving import ServingConfig
-from openrlhf_ebft.serving.engine import replica_environment
 from openrlhf_ebft.serving.front import SETTING
 
 APPLICATION = "rad"
@@ -77,11 +78,10 @@ def start_server(config: ServingConfig, key_digests: Sequence[bytes]) -> Running
     """
     from openrlhf_ebft.serving.replica import RADServer
 
+    logging.getLogger("ray.serve").setLevel(logging.WARNING)
     http = config.http
-    try:
-        serve.start(http_options={"host": http.host, "port": http.port, "request_timeout_s": None})
-    except (OSError, RuntimeError) as error:
-        raise UserError(f"http.port = {http.port}: Ray Serve could not listen on {http.host}: {error}") from error
+    _require_free(http.host, http.port)
+    serve.start(http_options={"host": http.host, "port": http.port, "request_timeout_s": None})
     deployment = serve.deployment(RADServer).options(**deployment_options(config))
     try:
         target = serve.RunTarget(deployment.bind(config, tuple(key_digests)), name=APPLICATION, route_prefix="/")
@@ -91,6 +91,17 @@ def start_server(config: ServingConfig, key_digests: Sequence[bytes]) -> Running
         serve.shutdown()
         raise
     return RunningServer(config, handle)
+
+
+def _require_free(host: str, port: int) -> None:
+    """Ray Serve would share a port with another server of its kind, which would then get half of the requests."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise UserError(f"http.host = {host}, http.port = {port}: cannot listen there: {error.strerror}") from None
 
 
 def proxy_environment() -> dict[str, str]:
@@ -113,7 +124,7 @@ def deployment_options(config: ServingConfig) -> dict[str, Any]:
         "ray_actor_options": {
             "num_cpus": replicas.cpus,
             "num_gpus": gpus,
-            "runtime_env": {"env_vars": environment | replica_environment(config, os.cpu_count() or 1)},
+            "runtime_env": {"env_vars": environment | _replica_environment(config, os.cpu_count() or 1)},
         },
     }
     if replicas.max > replicas.min:
@@ -139,3 +150,19 @@ def _wait_until_ready(limit_s: float) -> None:
         if time.monotonic() > end:
             raise ServerError(f"not ready within replicas.start_s = {limit_s:g} s: {application.message}")
         time.sleep(_LOOK_S)
+
+
+def _replica_environment(config: ServingConfig, cores: int) -> dict[str, str]:
+    """Environment of a replica and of the engine process that it starts.
+
+    On CPU vLLM would pin its threads to cores, which replicas would then share, and compile one small sampling
+    function for 13 s.
+    """
+    return {
+        "OMP_NUM_THREADS": str(config.replicas.threads or cores),
+        "OMP_WAIT_POLICY": "PASSIVE",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "TOKENIZERS_PARALLELISM": "false",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "ERROR"),
+    }
