@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 import torch
 from vllm import SamplingParams
 from vllm.config import VllmConfig
+from vllm.logger import init_logger
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor
 from vllm.v1.sample.logits_processor.builtin import process_dict_updates
 from vllm.v1.worker.gpu.sample.logits_processor import LogitsContext, LogitsProcRequestState
@@ -32,6 +33,7 @@ from openrlhf_ebft.rad.loading import has_tokenizer, load_tokenizer
 
 PROCESSOR = "openrlhf_ebft.rad.vllm_processor:RADLogitsProcessor"
 WORKER_EXTENSION = "openrlhf_ebft.rad.vllm_processor.RADWorkerExtension"
+logger = init_logger("vllm.rad")  # vLLM shows what its own loggers say
 
 
 class RADLogitsProcessor(LogitsProcessor, LogitsProcessorV2):
@@ -69,6 +71,8 @@ class RADLogitsProcessor(LogitsProcessor, LogitsProcessorV2):
             dtype=vllm_config.model_config.dtype,
             device=device_or_state if isinstance(device_or_state, torch.device) else device_or_state.device,
         )
+        for sentence in self.engine.sizes():
+            logger.info(sentence)
         self._rows: dict[int, EngineRow] = {}  # V1: by place in the batch
         self._slots = SlotRows(self.engine)  # V2
         self.announce(config)

@@ -48,9 +48,14 @@ class PagedCache:
     """
 
     def __init__(self, shapes: list[LayerShape], blocks: int, dtype: torch.dtype, device: torch.device) -> None:
-        make = {"dtype": dtype, "device": device}
-        self.keys = [torch.zeros(blocks, shape.heads, BLOCK, shape.key_width, **make) for shape in shapes]
-        self.values = [torch.zeros(blocks, shape.heads, BLOCK, shape.value_width, **make) for shape in shapes]
+        def buffers(widths: list[int]) -> list[torch.Tensor]:
+            return [
+                torch.zeros(blocks, shape.heads, BLOCK, width, dtype=dtype, device=device)
+                for shape, width in zip(shapes, widths, strict=True)
+            ]
+
+        self.keys = buffers([shape.key_width for shape in shapes])
+        self.values = buffers([shape.value_width for shape in shapes])
         self.bytes = sum(buffer.nbytes for buffer in (*self.keys, *self.values))
 
     def write(self, layer: int, slots: Slots, keys: torch.Tensor, values: torch.Tensor) -> None:

@@ -119,6 +119,14 @@ class RADEngine:
             if row.error is not None:
                 _only_stop(logits[index], row.stop_ids)
 
+    def sizes(self) -> list[str]:
+        """One sentence for each reward model: where it comes from and how large its cache is."""
+        return [
+            f"RAD: reward model {name} ({self.config.reward_models[name].path}): prefix cache of "
+            f"{scorer.pool.size * BLOCK} tokens, {scorer.cache.bytes / 2**30:.3f} GiB"
+            for name, scorer in self.scorers.items()
+        ]
+
     def statistics(self) -> dict[str, Any]:
         """Totals since the start: requests, tokens, and per reward model forwards, seconds and cache use in tokens."""
         return {
@@ -242,7 +250,8 @@ class RADEngine:
         self.steered_tokens += sum(choice.row.error is None for choice in group.choices)
         for choice, valid, added in zip(group.choices, group.valid, shift, strict=True):
             if choice.row.trace is not None and choice.row.error is None:
-                self._record(choice, valid, added)
+                number = len(choice.row.tokens) - len(choice.row.prompt)
+                choice.row.trace.steps[number] = _recorded(choice, valid, added)
 
     def _check_numbers(self, group: _Group, shift: torch.Tensor) -> None:
         bad = shift.isnan() & group.valid
@@ -256,11 +265,11 @@ class RADEngine:
                     choice.row, f"the reward is NaN after {len(choice.row.tokens)} tokens, candidate token {token}"
                 )
 
-    def _record(self, choice: _Choice, valid: torch.Tensor, shift: torch.Tensor) -> None:
-        count = int(valid.sum())  # possible candidates come first
-        rewards = {name: values[:count].tolist() for name, values in (choice.rewards or {}).items()}
-        step = TraceStep(choice.candidates[:count], rewards, shift[:count].tolist())
-        choice.row.trace.steps[len(choice.row.tokens) - len(choice.row.prompt)] = step
+
+def _recorded(choice: _Choice, valid: torch.Tensor, shift: torch.Tensor) -> TraceStep:
+    count = int(valid.sum())  # possible candidates come first
+    rewards = {name: values[:count].tolist() for name, values in (choice.rewards or {}).items()}
+    return TraceStep(choice.candidates[:count], rewards, shift[:count].tolist())
 
 
 def _only_stop(logits: torch.Tensor, stop_ids: Sequence[int]) -> None:

@@ -16,7 +16,7 @@ from openrlhf_ebft.rad.engine.cache import CandidateGroup, Forward, PagedCache, 
 from openrlhf_ebft.rad.engine.full_check import check_small_steps, check_step
 from openrlhf_ebft.rad.engine.prefix import StoredPrefix
 from openrlhf_ebft.rad.engine.score_row import ScoreRow
-from openrlhf_ebft.rad.reward_model_value import RewardModelValue, backbone_of, position_head
+from openrlhf_ebft.rad.reward_model_value import RewardModelValue, backbone_of
 from openrlhf_ebft.rad.tree_inputs import AttentionWindows
 from openrlhf_ebft.rad.values import StepContext, extract_score
 
@@ -83,7 +83,8 @@ class PrefixScorer:
         reward_model.set_attn_implementation(attention.NAME)
         parameter = next(reward_model.parameters())
         self.device, self.dtype = parameter.device, parameter.dtype
-        self.max_length, self.vocab_limit = full.max_length, full.vocab_limit
+        self.max_length = full.max_length
+        self.vocab_limit: int = reward_model.get_input_embeddings().num_embeddings
         self.columns = reward_model.config.num_labels
         self.prefill_tokens, self.refuse_when_full, self.verify = prefill_tokens, refuse_when_full, verify
         if cache_tokens < 2 * BLOCK:
@@ -94,6 +95,7 @@ class PrefixScorer:
         self.windows = AttentionWindows(reward_model.config.get_text_config())
         self._uncached: dict[tuple[int, str], CachedRewardModelValue] = {}
         self._last = _LastStep()
+        self.windows_seen: set[int | None] = set()  # of the last forward
         zero = torch.zeros(1, 1, 1, 1, dtype=self.dtype, device=self.device)
         # A mask of four axes is handed on as it is; attention over blocks does not read it.
         kinds = ("full_attention", "sliding_attention")
@@ -206,7 +208,7 @@ class PrefixScorer:
         arranged = [rows[place] for place in by_k]
         forward.groups = self._groups(arranged, forward.new_tokens)
         hidden = self._run(forward, arranged)
-        logits = position_head(self.reward_model)(hidden)
+        logits = self.reward_model.score(hidden)
         self._last = _LastStep(self._last.number + 1, forward.candidates)
         offset, parts = 0, [torch.empty(0)] * len(rows)
         for row in arranged:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import torch
@@ -14,13 +13,11 @@ from openrlhf_ebft.rad.engine.scorer import PrefixScorer
 from openrlhf_ebft.rad.loading import load_sequence_classifier
 from openrlhf_ebft.rad.scoring_path import same_vocabulary
 
-logger = logging.getLogger(__name__)
-
 
 def start_engine(
     config: RADEngineConfig, *, lm_tokenizer: Any, max_model_len: int, dtype: torch.dtype, device: torch.device
 ) -> RADEngine:
-    """Loads every reward model and allocates its cache; says their sizes in the log.
+    """Loads every reward model and allocates its cache.
 
     Args:
         config: which ones.
@@ -47,13 +44,6 @@ def start_engine(
                 f"rad.reward_models.{name}.score_index={model.score_index} is outside its {scorer.columns} output "
                 "columns"
             )
-        logger.info(
-            "RAD: reward model %s (%s): prefix cache of %d tokens, %.3f GiB",
-            name,
-            model.path,
-            scorer.pool.size * BLOCK,
-            scorer.cache.bytes / 2**30,
-        )
         scorers[name] = scorer
     return RADEngine(config, scorers)
 
