@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from ray import ObjectRef
 
@@ -13,6 +14,9 @@ from openrlhf_ebft.config.sections import EBFTConfig
 from openrlhf_ebft.core.aggregation import NonFiniteGroups, RewardAggregator, StepRewards
 from openrlhf_ebft.core.rollout_tree import RolloutTree
 from openrlhf_ebft.core.step_rewards import GroupProducts
+
+if TYPE_CHECKING:
+    from openrlhf_ebft.data.reward_function import TreeRewards
 
 GroupKey = tuple[str, int]
 """(example id, anchor number)."""
@@ -29,16 +33,21 @@ class RewardAggregatorActor:
             whitening=config.features.whitening,
             whiten_tol=config.features.whiten_tol,
             estimator=config.reward.advantage,
+            function_coef=config.reward.function_coef,
         )
+        self._function = None if config.reward.function is None else _load_function(config)
 
     def is_up(self) -> bool:
         """Answers once the actor can work."""
         return True
 
-    def rewards(self, step: int, expected: Mapping[GroupKey, int], *products: GroupProducts) -> StepRewards:
+    def rewards(
+        self, step: int, expected: Mapping[GroupKey, int], trees: Sequence[RolloutTree], *products: GroupProducts
+    ) -> StepRewards:
         """Rewards of the `expected` groups; nothing is kept after the call, be it answered or failed.
 
-        Raises NonFiniteGroups, with all such groups of the step, and what `RewardAggregator` raises.
+        `trees` are read by reward.function alone. Raises NonFiniteGroups, with all such groups of the step,
+        RewardFunctionError, and what `RewardAggregator` raises.
         """
         self._aggregator.start(step, expected)
         try:
@@ -51,10 +60,19 @@ class RewardAggregatorActor:
                         bad += error.groups
             if bad:
                 raise NonFiniteGroups(step, bad)
-            return self._aggregator.finish(step)
+            values = None if self._function is None else self._function.values(trees)
+            return self._aggregator.finish(step, function_values=values)
         except BaseException:
             self._aggregator.discard(step)
             raise
+
+
+def _load_function(config: EBFTConfig) -> TreeRewards:
+    # Only here: without a reward function this process needs no library of models or tokenizers.
+    from openrlhf_ebft.data.reward_function import RewardFunction, TreeRewards
+    from openrlhf_ebft.data.tokenizers import load_run_tokenizer
+
+    return TreeRewards(RewardFunction(config.reward.function), load_run_tokenizer(config))
 
 
 class RewardAggregatorHandle:
@@ -66,6 +84,7 @@ class RewardAggregatorHandle:
         """`products` gives references to the inner products of all groups of some trees."""
         self._crew = crew
         self._products = products
+        self._with_function = config.reward.function is not None
         self._timeout_s = config.features.timeout_s
         self._start_timeout_s = config.placement.start_timeout_s
 
@@ -76,10 +95,11 @@ class RewardAggregatorHandle:
             ActorError: a replica or the aggregator failed, or is lost and the budget of restarts is used up. Its
                 `cause` is NonFiniteGroups when embeddings were not finite.
         """
+        texts = list(trees) if self._with_function else []
         expected = {(t.example_id, anchor): t.num_samples for t in trees for anchor in range(t.num_anchors)}
         while True:
             products = self._products(trees)
-            call = {0: lambda actor, parts=tuple(products): actor.rewards.remote(step, expected, *parts)}
+            call = {0: lambda actor, parts=tuple(products): actor.rewards.remote(step, expected, texts, *parts)}
             try:
                 return self._crew.call(phase, call, self._timeout_s, self._restart)[0]
             except ResultLost as failure:  # the node that held a replica's answer has gone

@@ -68,6 +68,10 @@ class WeightSync:
         self._held = version
         return version
 
+    def forget(self) -> None:
+        """The trainer's weights were exchanged without a step: the next push sends them, whatever their version."""
+        self._held, self._kept = None, None
+
     def start_over(self) -> None:
         """After the trainer was started afresh: what the engines hold is no weights of its any more."""
         self._held, self._kept = None, None

@@ -8,6 +8,7 @@ from pydantic.fields import FieldInfo
 
 from openrlhf_ebft.config.section import Section
 from openrlhf_ebft.config.sections import EBFTConfig
+from openrlhf_ebft.config.training_sections import PolicyConfig
 
 
 def _updates_have_a_loss(config: EBFTConfig) -> Iterator[str]:
@@ -25,6 +26,23 @@ def _updates_have_a_loss(config: EBFTConfig) -> Iterator[str]:
             f"policy.updates_per_batch = {policy.updates_per_batch} does not take each of policy.mini_batches = "
             f"{policy.mini_batches} equally often: set policy.updates_per_batch to {' or '.join(nearest)}"
         )
+
+
+def _sft_reads_no_rewards(config: EBFTConfig) -> Iterator[str]:
+    policy = config.policy
+    if policy.objective != "sft":
+        return
+    if policy.sft_warmup_steps:
+        yield (
+            f"policy.sft_warmup_steps = {policy.sft_warmup_steps} comes before EBFT, but policy.objective = sft is "
+            "supervised throughout: set policy.max_steps or policy.epochs instead"
+        )
+    for name in ("loss", "updates_per_batch", "tis_cap", "kl_coef", "entropy_coef"):
+        if _is_set(policy, name, PolicyConfig.model_fields[name]):
+            yield (
+                f"policy.{name} = {getattr(policy, name)} acts on completions, but policy.objective = sft trains on "
+                f"the ground truth alone: leave policy.{name} out, or set policy.objective to ebft"
+            )
 
 
 def _clips_have_a_ratio(config: EBFTConfig) -> Iterator[str]:
@@ -130,5 +148,6 @@ POLICY_RULES = (
     _function_coef_has_a_function,
     _average_is_kept,
     _reference_has_a_term,
+    _sft_reads_no_rewards,
 )
 POLICY_NOTES = (_note_kl_estimator, _note_single_update)

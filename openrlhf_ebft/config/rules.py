@@ -64,6 +64,8 @@ def _advantage_has_siblings(config: EBFTConfig) -> Iterator[str]:
 
 def _loss_has_a_term(config: EBFTConfig) -> Iterator[str]:
     policy, reward = config.policy, config.reward
+    if policy.objective == "sft":
+        return
     if policy.rl_coef == 0 and policy.ce_coef == 0:
         yield "policy.rl_coef = 0 and policy.ce_coef = 0 leave nothing to learn from: set one of them above 0"
     with_function = reward.function is not None and reward.function_coef > 0
@@ -76,6 +78,8 @@ def _loss_has_a_term(config: EBFTConfig) -> Iterator[str]:
 
 
 def _sampling_explores(config: EBFTConfig) -> Iterator[str]:
+    if config.policy.objective == "sft":
+        return
     if config.rollout.temperature == 0 and config.policy.rl_coef > 0:
         yield (
             "rollout.temperature = 0 samples the same completion every time, but policy.rl_coef = "
@@ -144,16 +148,16 @@ def _data_is_read(config: EBFTConfig) -> Iterator[str]:
             f"data.chat_template = {data.chat_template} is used only with chat rows, but data.messages_column = null "
             "and data.apply_chat_template = false: set one of them"
         )
-    if data.turns == "all":
-        if data.messages_column is None:
-            yield (
-                "data.turns = all needs chats, but data.messages_column = null: name their column, or set data.turns "
     if data.history == "own" and (data.turns == "last" or data.mode == "strided"):
         wrong = "data.turns = last" if data.turns == "last" else "data.mode = strided"
         yield (
             f"data.history = own samples the turns of a chat one after the other, but {wrong}: set data.turns to all "
             "and data.mode to structured, or data.history to ground_truth"
         )
+    if data.turns == "all":
+        if data.messages_column is None:
+            yield (
+                "data.turns = all needs chats, but data.messages_column = null: name their column, or set data.turns "
                 "to last"
             )
         if data.over_long_prompt == "truncate_left":
@@ -218,6 +222,14 @@ def _features_are_distinct(config: EBFTConfig) -> Iterator[str]:
         yield (
             f"features.layer_fractions = {list(fractions)} names a depth twice: "
             f"set features.layer_fractions to {sorted(set(fractions))}"
+        )
+
+
+def _windows_have_one_length(config: EBFTConfig) -> Iterator[str]:
+    if config.features.embed_method == "concat_tokens" and config.data.mode != "strided":
+        yield (
+            "features.embed_method = concat_tokens needs windows of one length, but data.mode = "
+            f"{config.data.mode}: set features.embed_method to completion_mean, or data.mode to strided"
         )
 
 
@@ -290,6 +302,7 @@ _RULES: tuple[Rule, ...] = (
     _strided_keys_belong_to_strided_mode,
     _anchors_fit,
     _features_are_distinct,
+    _windows_have_one_length,
     _engine_can_do_it,
     _gpu_shares_exist,
     _offload_has_a_stage,

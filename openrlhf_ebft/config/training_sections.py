@@ -18,6 +18,9 @@ def _clip_defaults(loss: Any) -> dict[str, float]:
 class PolicyConfig(Section):
     """Batches and loss of the policy trainer."""
 
+    objective: Literal["ebft", "sft"] = Field(
+        "ebft", description="ebft, or sft: the supervised baseline, cross-entropy of the ground truth alone"
+    )
     num_ranks: int = Field(1, ge=1, description="data-parallel ranks of the policy trainer")
     max_steps: int | None = Field(None, ge=0, description="EBFT steps; default: as many as epochs give")
     epochs: int = Field(1, ge=1, description="passes over the training rows when max_steps is not set")

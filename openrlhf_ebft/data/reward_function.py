@@ -17,15 +17,17 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
 
 from openrlhf_ebft.config.errors import UserError
 from openrlhf_ebft.core.experience import Reference
 from openrlhf_ebft.core.rollout_tree import RolloutTree
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 ARGUMENTS = ("prompts", "completions", "ground_truths")
 _IDS = "example_ids"

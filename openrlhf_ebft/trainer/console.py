@@ -16,10 +16,18 @@ _LABELS = {
     "alignment": "alignment",
     "diversity": "diversity term (similarity)",
     "reward": "reward",
+    "function": "reward.function",
     "cfm_unbiased": "feature-matching loss, unbiased",
     "cfm": "feature-matching loss",
 }
-_BETTER = {"ce": "lower", "cfm_unbiased": "lower", "cfm": "lower", "alignment": "higher", "reward": "higher"}
+_BETTER = {
+    "ce": "lower",
+    "cfm_unbiased": "lower",
+    "cfm": "lower",
+    "alignment": "higher",
+    "reward": "higher",
+    "function": "higher",
+}
 
 
 class Console:
@@ -79,7 +87,7 @@ def _step_parts(metrics: dict[str, float | None]) -> Iterator[str]:
     yield f"ce {text('ce_loss')}"
     yield f"grad {text('grad_norm', 2)}"
     if metrics.get("applied") == 0:
-        yield "NOT APPLIED: loss or gradient is not finite"
+        yield "NOT APPLIED"
     phases = [name for name in metrics if name.startswith("time/") and name.endswith("_s") and name != "time/step_s"]
     shown = ", ".join(f"{name[5:-2]} {text(name, 1)}" for name in phases)
     yield f"{text('time/step_s', 1)} s ({shown})"

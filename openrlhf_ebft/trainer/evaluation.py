@@ -20,7 +20,7 @@ from openrlhf_ebft.trainer.histories import sample_references
 EVALUATION_STEP = -1
 """Step number under which the reward aggregator knows an evaluation; training counts from 0."""
 
-COMPARED = ("ce", "alignment", "diversity", "reward", "cfm_unbiased", "cfm")
+COMPARED = ("ce", "alignment", "diversity", "reward", "function", "cfm_unbiased", "cfm")
 """Per-example values of an evaluation, in the order in which they are shown."""
 
 
@@ -38,6 +38,7 @@ class ExampleResult:
     reward: float
     cfm: float
     cfm_unbiased: float | None
+    function: float | None = None  # values of reward.function; None without one
 
 
 @dataclass(frozen=True)
@@ -71,6 +72,8 @@ class EvaluationResult:
     def metrics(self) -> dict[str, float | None]:
         """Means over examples (None where no example has the value), and the shape of the completions."""
         present = {name: self.values(name) for name in COMPARED}
+        if not present["function"]:
+            del present["function"]
         means = {name: _mean(values) if values else None for name, values in present.items()}
         return means | {f"completion/{name}": value for name, value in asdict(self.completions).items()}
 
@@ -115,6 +118,7 @@ def evaluate(actors: RunActors, config: EBFTConfig, references: Sequence[Referen
     examples = []
     for tree, score in zip(trees, scores, strict=True):
         groups = [rewards.groups[(tree.example_id, anchor)] for anchor in range(tree.num_anchors)]
+        function = [group.function for group in groups if group.function is not None]
         unbiased = [group.cfm_unbiased for group in groups if group.cfm_unbiased is not None]
         examples.append(
             ExampleResult(
@@ -125,6 +129,7 @@ def evaluate(actors: RunActors, config: EBFTConfig, references: Sequence[Referen
                 reward=_mean([group.reward for group in groups]),
                 cfm=_mean([group.cfm for group in groups]),
                 cfm_unbiased=_mean(unbiased) if unbiased else None,
+                function=_mean(function) if function else None,
             )
         )
     shape = completion_metrics(references, rollouts)

@@ -19,6 +19,7 @@ from openrlhf_ebft.config.sections import EBFTConfig
 from openrlhf_ebft.core.experience import Reference, SamplingSettings
 from openrlhf_ebft.data.batches import BatchPlan
 from openrlhf_ebft.data.load import load_data
+from openrlhf_ebft.data.reward_function import RewardFunction
 from openrlhf_ebft.data.tokenizers import load_run_tokenizer, stop_token_ids
 from openrlhf_ebft.trainer.checkpoints import Checkpoint, CheckpointError, CheckpointStore
 from openrlhf_ebft.trainer.config_changes import check_changes
@@ -141,10 +142,17 @@ def _to_the_end(
     if interrupts.requested:
         raise KeyboardInterrupt
     after = trainer.evaluate(run.heldout) if run.heldout else None
-    with written_aside(folder.model) as aside:
+    _save_model(run, trainer, folder.model)
+    if run.config.policy.export_ema:
+        trainer.actors.trainer.use_average(True)
+        _save_model(run, trainer, folder.averaged_model)
+    return after
+
+
+def _save_model(run: PreparedRun, trainer: EBFTTrainer, target: Path) -> None:
+    with written_aside(target) as aside:
         trainer.actors.trainer.save_model(aside)
         run.tokenizer.save_pretrained(aside)
-    return after
 
 
 def on_cluster(run: PreparedRun, console: Console, work: Callable[[RunActors, Interrupts], None]) -> int:
@@ -209,16 +217,15 @@ def run_evaluation(config: EBFTConfig) -> int:
 def prepare_run(config: EBFTConfig, console: Console) -> PreparedRun:
     """Loads tokenizer and data and checks everything that can be checked without Ray. Raises UserError."""
     models = read_models(config)
+    if config.reward.function is not None:
+        RewardFunction(config.reward.function)  # a fault of the user's file shows here, before anything starts
     tokenizer = load_run_tokenizer(config)
     train, heldout, report = load_data(config, tokenizer)
     console.say(report.summary())
     heldout = heldout[: config.evaluation.max_examples]
     plan = BatchPlan(len(train), config.policy.prompts_per_step, config.seed, config.data.shuffle)
     schedule = make_schedule(config, plan)
-    console.say(
-        f"schedule: {schedule.sft_steps} supervised steps, {schedule.ebft_steps} EBFT steps of {plan.batch_size} "
-        f"prompts x {config.rollout.samples_per_prompt} completions; {len(heldout)} held-out rows are evaluated"
-    )
+    console.say(f"schedule: {_describe(config, schedule, plan)}; {len(heldout)} held-out rows are evaluated")
     for note in _batch_notes(config, plan):
         console.say(f"note: {note}")
     return PreparedRun(
@@ -229,6 +236,16 @@ def prepare_run(config: EBFTConfig, console: Console) -> PreparedRun:
         plan=plan,
         schedule=schedule,
         max_model_len=check_sizes(config, models, [*train, *heldout]),
+    )
+
+
+def _describe(config: EBFTConfig, schedule: Schedule, plan: BatchPlan) -> str:
+    if config.policy.objective == "sft":
+        return f"{schedule.total} supervised steps of {plan.batch_size} prompts"
+    updates = f", {schedule.updates_per_step} updates each" if schedule.updates_per_step > 1 else ""
+    return (
+        f"{schedule.sft_steps} supervised steps, {schedule.ebft_steps} EBFT steps of {plan.batch_size} prompts x "
+        f"{config.rollout.samples_per_prompt} completions{updates}"
     )
 
 
