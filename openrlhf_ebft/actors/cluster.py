@@ -64,7 +64,7 @@ class RunActors:
     """Every actor of a run, behind its group."""
 
     rollout: RolloutEngineGroup
-    features: FeatureNetworkGroup
+    features: FeatureNetworkGroup | None  # None: the trainer's own base model
     rewards: RewardAggregatorHandle
     trainer: PolicyTrainerGroup
     weights: WeightSync
@@ -131,10 +131,13 @@ def start_actors(
         if placement.shares_gpus:
             # vLLM measures the free memory of its GPU while it starts: nothing else may take some meanwhile.
             rollout.effective_settings(config.placement.start_timeout_s, _START)
-        ranks = place(TRAINER, PolicyTrainerActor, lambda i: (config, i), label="policy trainer rank")
-        replicas = place(FEATURES, FeatureNetworkActor, lambda i: (config, tuple(special_ids)))
+        special = tuple(special_ids)
+        ranks = place(TRAINER, PolicyTrainerActor, lambda i: (config, i, special), label="policy trainer rank")
+        trainer = PolicyTrainerGroup(ranks, config)
+        features = None
+        if config.has_feature_actors:
+            features = FeatureNetworkGroup(place(FEATURES, FeatureNetworkActor, lambda i: (config, special)), config)
         aggregator = place(AGGREGATOR, RewardAggregatorActor, lambda i: (config,))
-        features, trainer = FeatureNetworkGroup(replicas, config), PolicyTrainerGroup(ranks, config)
         transfer = choose_transfer(
             config.rollout,
             with_gpus=any(node.has_gpus for node in nodes),
@@ -143,7 +146,7 @@ def start_actors(
         actors = RunActors(
             rollout=rollout,
             features=features,
-            rewards=RewardAggregatorHandle(aggregator, features.products, config),
+            rewards=RewardAggregatorHandle(aggregator, (features or trainer).products, config),
             trainer=trainer,
             weights=WeightSync(trainer, rollout, transfer, keep=config.rollout.sync_every_steps > 1),
             budget=budget,
@@ -159,11 +162,14 @@ def start_actors(
 
 def _wait_until_up(actors: RunActors, config: EBFTConfig, total_steps: int, say: Callable[[str], None]) -> None:
     limit, phase = config.placement.start_timeout_s, _START
-    features = actors.features.async_layer_indices()
+    features = actors.features.async_layer_indices() if actors.features else []
     actors.trainer.start(total_steps, limit, phase)
     say("policy trainer is up")
-    layers = wait_for(phase, actors.features.names, features, limit)
-    say(f"feature network is up, taps after blocks {layers[0]}")
+    if actors.features:
+        layers = wait_for(phase, actors.features.names, features, limit)[0]
+        say(f"feature network is up, taps after blocks {layers}")
+    else:
+        say(f"features come from the trainer's base model, taps after blocks {actors.trainer.layer_indices()}")
     settings = actors.rollout.effective_settings(limit, phase)
     actors.weights.connect()
     shown = ("sampling/temperature", "sampling/top_p", "sampling/top_k", "engine/weight_transfer")

@@ -111,10 +111,11 @@ def list_roles(config: EBFTConfig, *, with_gpus: bool, shared: bool = False) -> 
         return on * (min(own, SHARED_GPU) if shared else own)
 
     reference_replicas = config.reference.num_replicas if config.has_reference_actors else 0
+    feature_replicas = config.features.num_replicas if config.has_feature_actors else 0
     roles = [
         Role(TRAINER, config.policy.num_ranks, place.trainer_cpus, gpus(place.gpus_per_trainer_rank)),
         Role(ENGINE, config.rollout.num_engines, place.rollout_cpus, gpus(config.rollout.tensor_parallel_size)),
-        Role(FEATURES, config.features.num_replicas, place.feature_cpus, gpus(place.gpus_per_feature_replica)),
+        Role(FEATURES, feature_replicas, place.feature_cpus, gpus(place.gpus_per_feature_replica)),
         Role(REFERENCE, reference_replicas, place.reference_cpus, gpus(place.gpus_per_reference_replica)),
         Role(AGGREGATOR, 1, place.aggregator_cpus, 0.0),
     ]

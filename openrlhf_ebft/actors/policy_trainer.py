@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -20,6 +20,7 @@ from openrlhf_ebft.actors.waiting import ActorError, wait_for
 from openrlhf_ebft.config.sections import EBFTConfig
 from openrlhf_ebft.core.rollout_tree import RolloutTree
 from openrlhf_ebft.core.step_batch import StepCounts, TrainItem, count_step, deal_passes, split_by_load
+from openrlhf_ebft.core.step_rewards import GroupProducts
 from openrlhf_ebft.core.update_plan import combine_updates, plan_updates
 from openrlhf_ebft.distributed.device import set_compute_threads
 from openrlhf_ebft.distributed.native_transfer import EngineCall, EngineFleet, NamedTensorSource, NativeSender
@@ -34,9 +35,10 @@ _ALIKE_ON_RANKS = ("applied", "grad_norm", "learning_rate")
 class PolicyTrainerActor:
     """One rank of the trainer in a Ray worker."""
 
-    def __init__(self, config: EBFTConfig, rank: int) -> None:
+    def __init__(self, config: EBFTConfig, rank: int, special_ids: Collection[int]) -> None:
         start_pulse()
         self._config = config
+        self._special_ids = special_ids
         self._rank = rank
         set_compute_threads(config.placement.threads_per_actor)
 
@@ -56,6 +58,17 @@ class PolicyTrainerActor:
             MASTER_PORT=str(address[1]),
         )
         self._trainer = PolicyTrainer(self._config, total_steps=total_steps)
+        if not self._config.has_feature_actors:
+            self._layers = self._trainer.start_features(self._special_ids)
+
+    def layer_indices(self) -> list[int]:
+        """Tapped depths of the base model, where it is the feature network."""
+        return self._layers
+
+    def products(self, trees: Sequence[RolloutTree], num_passes: int, filler: RolloutTree) -> GroupProducts:
+        """Inner products of every tree's groups under the base model."""
+        grams = self._trainer.feature_grams(trees, num_passes, filler)
+        return [(tree.example_id, gram) for tree, gram in zip(trees, grams, strict=True)]
 
     def train_step(
         self,
@@ -209,6 +222,22 @@ class PolicyTrainerGroup:
         self.version += int(results[0]["applied"])
         totals = {key: sum(result[key] for result in results) for key in results[0] if key not in _ALIKE_ON_RANKS}
         return totals | {key: results[0][key] for key in _ALIKE_ON_RANKS}
+
+    def layer_indices(self) -> list[int]:
+        """Tapped depths of the base model, where it is the feature network (features.source: policy_base)."""
+        return self._wait("start", [self._ranks[0].layer_indices.remote()])[0]
+
+    def products(self, trees: Sequence[RolloutTree]) -> list[ObjectRef]:
+        """References to the `GroupProducts` of all trees under the base model; waits until all are computed."""
+        parts = split_by_load([len(tree) for tree in trees], len(self._ranks))
+        passes = max(len(part) for part in parts)
+        smallest = min(trees, key=len)
+        calls = [
+            rank.products.remote([trees[i] for i in part], passes, smallest)
+            for rank, part in zip(self._ranks, parts, strict=True)
+        ]
+        self._wait("features", calls)
+        return calls
 
     def score(self, trees: Sequence[RolloutTree]) -> list[SupervisedScore]:
         """Cross-entropy of each tree's supervised tokens, in the order of the trees."""

@@ -1,37 +1,60 @@
-"""`openrlhf-ebft evaluate CONFIG`: measure a model on the held-out rows of a configuration."""
+"""`openrlhf-ebft evaluate [MODEL] CONFIG`: measure a model on the held-out rows of a configuration."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from openrlhf_ebft.cli.config_arguments import config_parser, split_overrides
 from openrlhf_ebft.cli.run_command import run_command
 from openrlhf_ebft.config import EBFTConfig, load_config
+from openrlhf_ebft.config.errors import UserError
+
+_OWN_FLAGS = {"--model": True, "--out": True, "--help": False}
 
 
 def main(argv: Sequence[str]) -> int:
-    """Evaluates the configuration's model, or the one given by --model; returns the exit code."""
+    """Evaluates the configuration's model, or the one given before it or by --model; returns the exit code."""
     description = (
-        "Measure cross-entropy, alignment, diversity, feature matching and reward of a model on the held-out rows."
+        "Measure cross-entropy, perplexity, alignment, diversity, feature matching and reward of a model on held-out "
+        "rows, and what evaluation.tasks and evaluation.lm_eval_tasks name. Prints JSON with bootstrap intervals."
     )
     parser = config_parser("openrlhf-ebft evaluate", description, EBFTConfig)
+    parser.usage = "openrlhf-ebft evaluate [MODEL] CONFIG [options] [--section.key value ...]"
     parser.add_argument(
         "--model",
         metavar="PATH",
-        help="evaluate this model, such as runs/NAME/model; features still come from the configuration's",
+        help="the same as MODEL: evaluate this one, such as runs/NAME/model; features come from the configuration's",
     )
-    own, overrides = split_overrides(argv, {"--model": True, "--help": False})
+    parser.add_argument("--out", metavar="FILE", type=Path, help="write the JSON to this file")
+    own, overrides = split_overrides(argv, _OWN_FLAGS)
+    positional, own = _take_model(own)
     arguments = parser.parse_args(own)
+    if positional is not None and arguments.model is not None:
+        raise UserError(f"two models: {positional} and --model {arguments.model}; name one")
+    path = positional or arguments.model
     config = load_config(arguments.config, overrides)
-    if arguments.model is not None:
+    if path is not None:
         # The features' default is the initial policy: keep it when another policy is measured.
         features = config.features.model_copy(update={"path": config.features.path or config.model.path})
-        model = config.model.model_copy(update={"path": arguments.model})
+        model = config.model.model_copy(update={"path": path})
         config = config.model_copy(update={"model": model, "features": features})
-    from openrlhf_ebft.trainer.run import run_evaluation
+    from openrlhf_ebft.trainer.evaluation_run import run_evaluation
 
-    return run_evaluation(config)
+    return run_evaluation(config, arguments.out)
+
+
+def _take_model(own: Sequence[str]) -> tuple[str | None, list[str]]:
+    """The model, if two words stand alone, and the arguments without it."""
+    alone = [
+        i
+        for i, word in enumerate(own)
+        if not word.startswith("-") and not (i > 0 and _OWN_FLAGS.get(own[i - 1], False))
+    ]
+    if len(alone) != 2:
+        return None, list(own)
+    return own[alone[0]], [word for i, word in enumerate(own) if i != alone[0]]
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "doctor": ("openrlhf_ebft.cli.doctor", "check this machine or a cluster, and what of a run would not fit"),
     "evaluate": ("openrlhf_ebft.cli.evaluate", "measure a model on held-out rows"),
     "report": ("openrlhf_ebft.cli.report", "write curves, samples and configurations of runs as one HTML file"),
+    "export": ("openrlhf_ebft.cli.export", "write a model folder from a run, a checkpoint or adapters"),
     "generate": ("openrlhf_ebft.cli.generate", "print a model's completion of a prompt"),
     "prepare-model": ("openrlhf_ebft.cli.prepare_model", "fetch or convert a model into a Hugging Face folder"),
     "prepare-data": ("openrlhf_ebft.cli.prepare_data", "write a training file of pairs or documents"),

@@ -231,6 +231,11 @@ class EBFTConfig(Section):
         return self.policy.kl_coef > 0 and self.reference.source == "separate"
 
     @property
+    def has_feature_actors(self) -> bool:
+        """Whether features come from actors of their own instead of the trainer's base model."""
+        return self.features.source == "separate"
+
+    @property
     def completion_limit(self) -> int:
         """Most tokens that a completion can have."""
         return self.data.generate_max_len if self.data.mode == "strided" else self.rollout.max_new_tokens

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,20 +21,19 @@ from openrlhf_ebft.core.rollout_tree import RolloutTree
 from openrlhf_ebft.core.seeding import derive_seed
 from openrlhf_ebft.core.step_batch import StepCounts, TrainItem
 from openrlhf_ebft.core.tree_batch import TreeBatch
+from openrlhf_ebft.distributed.checkpoint_weights import ADAPTER_FOLDER, CHECKPOINT_TAG
 from openrlhf_ebft.distributed.deepspeed_config import deepspeed_config
 from openrlhf_ebft.distributed.device import communication_backend, local_device
-from openrlhf_ebft.distributed.full_tensors import full_adapters, full_weights, weight_specs
 from openrlhf_ebft.distributed.ema import WeightAverage
+from openrlhf_ebft.distributed.full_tensors import full_adapters, full_weights, weight_specs
 from openrlhf_ebft.distributed.optimizer import build_optimizer, build_scheduler
+from openrlhf_ebft.distributed.policy_features import PolicyBaseFeatures
 from openrlhf_ebft.distributed.policy_loading import load_policy
 from openrlhf_ebft.distributed.weight_sync import TensorSpec
-from openrlhf_ebft.models.lora import save_adapters
+from openrlhf_ebft.models.lora import LoRAAdapters, require_same_adapters, save_adapters
 from openrlhf_ebft.models.policy import TreeLogprobs
 
 Objective = Literal["ebft", "sft"]
-_CHECKPOINT_TAG = "deepspeed"
-ADAPTER_FOLDER = "adapter"
-"""Folder inside a checkpoint with the adapters as peft writes them."""
 
 
 def loss_settings(config: EBFTConfig) -> LossSettings:
@@ -226,6 +225,23 @@ class PolicyTrainer:
             scores.append(SupervisedScore(float(nats), batch.supervised_targets.numel()))
         return scores[: len(trees)]
 
+    @torch.no_grad()
+    def start_features(self, special_ids: Collection[int]) -> list[int]:
+        """Makes the base model the feature network too; returns the tapped depths. Collective.
+
+        Raises RuntimeError without LoRA.
+        """
+        self._require_adapters()
+        self.engine.eval()
+        self._features = PolicyBaseFeatures(self.engine.module, self.config, special_ids)
+        return self._features.layer_indices
+
+    @torch.no_grad()
+    def feature_grams(self, trees: Sequence[RolloutTree], num_passes: int, filler: RolloutTree) -> list[Tensor]:
+        """Inner products of every group of this rank's trees; collective: see `PolicyBaseFeatures.group_grams`."""
+        self.engine.eval()
+        return self._features.group_grams(trees, num_passes, filler)
+
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """All weights in full under Hugging Face names, adapters merged in; collective under ZeRO-3."""
         return full_weights(self.engine.module)
@@ -251,11 +267,14 @@ class PolicyTrainer:
     @contextmanager
     def without_adapters(self) -> Iterator[None]:
         """Inside the `with` block the policy is its frozen base model. Raises RuntimeError without LoRA."""
+        with self._require_adapters().disabled():
+            yield
+
+    def _require_adapters(self) -> LoRAAdapters:
         adapters = self.engine.module.adapters
         if adapters is None:
             raise RuntimeError("lora.rank = 0: all weights train, so this policy holds no base model beside them")
-        with adapters.disabled():
-            yield
+        return adapters
 
     def save_model(self, folder: Path) -> None:
         """Writes the model in Hugging Face format, or the adapters in peft's, on rank 0; collective under ZeRO-3."""
@@ -275,7 +294,7 @@ class PolicyTrainer:
         """Writes weights (only those that train), optimizer and schedule in DeepSpeed's format; collective."""
         self.engine.save_checkpoint(
             str(folder),
-            tag=_CHECKPOINT_TAG,
+            tag=CHECKPOINT_TAG,
             client_state={"applied_steps": self.step},
             exclude_frozen_parameters=self.config.lora.is_on,
         )
@@ -288,7 +307,9 @@ class PolicyTrainer:
         """Reads what `save_checkpoint` wrote; collective. Raises RuntimeError when it does not fit this trainer."""
         # With adapters the frozen weights come from model.path and are not in the checkpoint.
         is_whole = not self.config.lora.is_on
-        path, client_state = self.engine.load_checkpoint(str(folder), tag=_CHECKPOINT_TAG, load_module_strict=is_whole)
+        if not is_whole:
+            require_same_adapters(folder / ADAPTER_FOLDER, self._require_adapters())
+        path, client_state = self.engine.load_checkpoint(str(folder), tag=CHECKPOINT_TAG, load_module_strict=is_whole)
         if path is None:
             raise RuntimeError(f"DeepSpeed found no checkpoint in {folder}")
         self.step = client_state["applied_steps"]

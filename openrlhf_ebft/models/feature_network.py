@@ -35,15 +35,18 @@ class FeatureNetwork(nn.Module):
         is_causal: False for bidirectional encoders, which need rows; causal models take rollout trees.
     """
 
-    def __init__(self, backbone: PreTrainedModel, layer_indices: Sequence[int], num_layers: int) -> None:
+    def __init__(
+        self, backbone: PreTrainedModel, layer_indices: Sequence[int], num_layers: int, *, freeze: bool = True
+    ) -> None:
         """
         Args:
             backbone: model without head; at least max(layer_indices) blocks.
             layer_indices: depths in 0..num_layers.
             num_layers: blocks of the whole model, of which ``backbone`` may hold the first ones only.
+            freeze: turn gradients off and eval mode on for good; without, they are the caller's business.
         """
         super().__init__()
-        self.backbone = backbone.requires_grad_(False).eval()
+        self.backbone = backbone.requires_grad_(False).eval() if freeze else backbone
         self.config: PreTrainedConfig = backbone.config
         self.layer_indices = list(layer_indices)
         self.num_taps = len(self.layer_indices)

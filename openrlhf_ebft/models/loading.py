@@ -27,6 +27,11 @@ def causal_lm_arguments(path: str) -> tuple[str, dict[str, Any]]:
     if looks_local and not local.expanduser().is_dir():
         raise FileNotFoundError(f"model {path!r}: no such folder")
     if local.is_dir() and not (local / "config.json").is_file():
+        if (local / "adapter_config.json").is_file():
+            raise FileNotFoundError(
+                f"model {path!r}: the folder holds adapters, not a whole model; write one with "
+                f"`openrlhf-ebft export {path} --merge --out DIR`"
+            )
         raise FileNotFoundError(f"model {path!r}: the folder holds no config.json")
     return path, {}
 

@@ -10,10 +10,12 @@ import copy
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from peft import LoraConfig, PeftConfig, get_peft_model
 from peft.tuners.lora import LoraLayer
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
@@ -86,6 +88,15 @@ class LoRAAdapters:
 
 def _is_adapter(name: str) -> bool:
     return ".lora_A." in name or ".lora_B." in name
+
+
+def keep_adapters(module: nn.Module, state: dict[str, Tensor], prefix: str, metadata: Any) -> None:
+    """State-dict hook of a module with adapters: its state is the adapters alone, without weights that never change.
+
+    DeepSpeed's own switch for frozen weights keeps those that are tied to another one.
+    """
+    for name in [name for name in state if name.startswith(prefix) and not _is_adapter(name)]:
+        del state[name]
 
 
 def add_adapters(model: PreTrainedModel, config: LoRAConfig, *, seed: int) -> LoRAAdapters:
@@ -199,6 +210,11 @@ def is_adapter_folder(path: str | Path) -> bool:
     return (folder / _CONFIG).is_file() and not (folder / "config.json").is_file()
 
 
+def adapter_base(folder: str | Path) -> str:
+    """Folder or hub name of the base model of adapters, as they name it."""
+    return PeftConfig.from_pretrained(str(folder)).base_model_name_or_path
+
+
 def load_merged(folder: str | Path, *, dtype: torch.dtype | str, trust_remote_code: bool = False) -> PreTrainedModel:
     """The base model with the adapters of `folder` merged into its weights: a plain model.
 
@@ -216,7 +232,9 @@ def load_merged(folder: str | Path, *, dtype: torch.dtype | str, trust_remote_co
     wrapped = get_peft_model(model, settings, autocast_adapter_dtype=False)
     adapters = LoRAAdapters(model, settings)
     tensors = load_file(Path(folder) / _TENSORS)
-    _check_fit(folder, adapters, tensors)
+    problem = _misfit({name: tuple(tensor.shape) for name, tensor in tensors.items()}, adapters)
+    if problem is not None:
+        raise ValueError(f"{folder}: its adapters do not fit {settings.base_model_name_or_path}: {problem}")
     merged = {}
     for name, weight, factors in adapters.base_parameters():
         if factors:
@@ -246,13 +264,24 @@ def _plain_lora(folder: str | Path) -> LoraConfig:
     return settings
 
 
-def _check_fit(folder: str | Path, adapters: LoRAAdapters, tensors: Mapping[str, Tensor]) -> None:
-    wanted = {name: tuple(parameter.shape) for name, parameter in adapters.named_parameters()}
-    held = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+def require_same_adapters(folder: Path, adapters: LoRAAdapters) -> None:
+    """Raises RuntimeError unless the adapter folder holds tensors for exactly these adapters; reads no values."""
+    with safe_open(folder / _TENSORS, framework="pt") as file:
+        held = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    problem = _misfit(held, adapters)
+    if problem is not None:
+        raise RuntimeError(f"{folder}: the checkpoint's adapters are not those of this run: {problem}")
+
+
+def _misfit(held: Mapping[str, tuple[int, ...]], adapters: LoRAAdapters) -> str | None:
+    """What is wrong with the names and shapes in a file, or None."""
+    # A ZeRO-3 parameter is an empty shard here; its real shape stays in ds_shape.
+    wanted = {name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in adapters.named_parameters()}
     different = sorted(name for name in wanted.keys() | held.keys() if wanted.get(name) != held.get(name))
-    if different:
-        name = different[0]
-        raise ValueError(
-            f"{folder}: {len(different)} tensors do not fit the base model {adapters.config.base_model_name_or_path}, "
-            f"first {name}: the file has {held.get(name)}, the model needs {wanted.get(name)}"
-        )
+    if not different:
+        return None
+    name = different[0]
+    return (
+        f"{len(different)} tensors differ, first {name}: the file has {held.get(name)}, the model needs "
+        f"{wanted.get(name)}"
+    )

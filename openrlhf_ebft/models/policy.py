@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from openrlhf_ebft.core.attention import AttentionMode
 from openrlhf_ebft.core.logprobs import Predictions, chunked_logprobs
 from openrlhf_ebft.core.tree_batch import TreeBatch
-from openrlhf_ebft.models.lora import LoRAAdapters
+from openrlhf_ebft.models.lora import LoRAAdapters, keep_adapters
 from openrlhf_ebft.models.split_attention import IMPLEMENTATION, require_split_attention
 from openrlhf_ebft.models.tree_forward import Masks, attention_spec, forward_tree, mask_arguments, set_flex_attention
 
@@ -55,6 +55,8 @@ class PolicyModel(nn.Module):
         self.chunk_tokens = chunk_tokens
         self.with_entropy = with_entropy
         self.adapters = adapters
+        if adapters is not None:
+            self.register_state_dict_post_hook(keep_adapters)
         self.spec = None
         if mode == "split":
             require_split_attention(model)

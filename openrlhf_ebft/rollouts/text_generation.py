@@ -10,6 +10,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 from openrlhf_ebft.config.errors import UserError
 from openrlhf_ebft.data.tokenizers import load_tokenizer, stop_token_ids
 from openrlhf_ebft.models.loading import load_causal_lm
+from openrlhf_ebft.models.lora import adapter_base, is_adapter_folder, load_merged
 
 
 @dataclass(frozen=True)
@@ -29,13 +30,17 @@ def generate_text(model_path: str, prompt: str, settings: GenerationSettings, de
 
     Raises:
         UserError: `chat` is set and the tokenizer has no chat template.
+        ValueError, FileNotFoundError: `model_path` holds adapters that do not fit their base model, or it is not there.
     """
     tokenizer = load_tokenizer(model_path, trust_remote_code=settings.trust_remote_code)
     ids = _encode(prompt, tokenizer, settings.chat, model_path)
     dtype = torch.bfloat16 if device.type != "cpu" else torch.float32
-    model = load_causal_lm(model_path, dtype=dtype, trust_remote_code=settings.trust_remote_code).to(device).eval()
+    is_adapter = is_adapter_folder(model_path)
+    load = load_merged if is_adapter else load_causal_lm
+    model = load(model_path, dtype=dtype, trust_remote_code=settings.trust_remote_code).to(device).eval()
+    stops = stop_token_ids(tokenizer, adapter_base(model_path) if is_adapter else model_path)
     # The model's own object, too: generate() fills every field that is not set from it.
-    model.generation_config = _sampling(settings, tokenizer, stop_token_ids(tokenizer, model_path))
+    model.generation_config = _sampling(settings, tokenizer, stops)
     torch.manual_seed(settings.seed)
     inputs = torch.tensor([ids], device=device)
     with torch.inference_mode():

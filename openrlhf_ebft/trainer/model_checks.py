@@ -15,6 +15,7 @@ from openrlhf_ebft.config.sections import EBFTConfig
 from openrlhf_ebft.core.experience import Reference
 from openrlhf_ebft.core.turns import longest_own_history
 from openrlhf_ebft.models.loading import causal_lm_arguments
+from openrlhf_ebft.models.lora import check_targets
 
 _INDEX = "model.safetensors.index.json"
 
@@ -30,6 +31,8 @@ def read_models(config: EBFTConfig) -> dict[str, Any]:
     models = {key: _read_config(key, path, config.model.trust_remote_code) for key, path in paths.items()}
     for key, path in paths.items():
         _check_weights(key, Path(path))
+    if config.lora.is_on:
+        _check_adapters(config)
     return models
 
 
@@ -63,6 +66,15 @@ def _read_config(key: str, path: str, trust_remote_code: bool) -> Any:
     except (OSError, ValueError, KeyError) as error:
         raise UserError(f"{key} = {path}: its configuration cannot be read: {error}") from None
     return model.get_text_config()
+
+
+def _check_adapters(config: EBFTConfig) -> None:
+    """Raises UserError when the model has no linear modules of the names in lora.targets."""
+    try:
+        check_targets(config.model.path, config.lora, trust_remote_code=config.model.trust_remote_code)
+    except ValueError as error:
+        targets = list(config.lora.targets)
+        raise UserError(f"lora.targets = {targets} with model.path = {config.model.path}: {error}") from None
 
 
 def _check_weights(key: str, folder: Path) -> None:

@@ -1,0 +1,54 @@
+"""Weights out of the trainer's own checkpoint folders, without starting a trainer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+from torch import Tensor
+
+from openrlhf_ebft.config.sections import EBFTConfig
+from openrlhf_ebft.models.loading import DTYPES, load_causal_lm
+
+CHECKPOINT_TAG = "deepspeed"
+"""Folder inside a checkpoint that DeepSpeed writes."""
+ADAPTER_FOLDER = "adapter"
+"""Folder inside a checkpoint with the adapters as peft writes them."""
+_MODEL = "model."  # the policy's name for its language model
+
+
+def save_checkpoint_model(folder: Path, config: EBFTConfig, out: Path) -> None:
+    """Writes the model of a checkpoint in which all weights train, in Hugging Face format and model.dtype.
+
+    Args:
+        folder: what `PolicyTrainer.save_checkpoint` wrote.
+        config: of the run.
+        out: existing folder.
+    Raises:
+        ValueError: the checkpoint lacks weights of the model at model.path.
+    """
+    model = load_causal_lm(
+        config.model.path,
+        dtype=DTYPES[config.model.dtype],
+        trust_remote_code=config.model.trust_remote_code,
+    )
+    state = _state(folder)
+    own = dict(model.named_parameters())  # tied weights once
+    missing = sorted(own.keys() - state.keys())
+    if missing:
+        raise ValueError(f"{folder} lacks {len(missing)} weights of {config.model.path}, first {missing[0]}")
+    with torch.no_grad():
+        for name, parameter in own.items():
+            parameter.copy_(state[name])
+    model.save_pretrained(out)
+
+
+def _state(folder: Path) -> dict[str, Tensor]:
+    """Full tensors under Hugging Face names; under ZeRO-3 the float32 masters, since nothing else is whole."""
+    whole = folder / CHECKPOINT_TAG / "mp_rank_00_model_states.pt"
+    if whole.is_file():
+        state = torch.load(whole, map_location="cpu", weights_only=True)["module"]
+    else:
+        state = get_fp32_state_dict_from_zero_checkpoint(str(folder), CHECKPOINT_TAG)
+    return {name.removeprefix(_MODEL): tensor for name, tensor in state.items()}
