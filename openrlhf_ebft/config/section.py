@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 Precision = Literal["float32", "bfloat16", "float16"]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
-EmbedMethod = Literal["last_token", "mean_pooling", "completion_mean", "concat"]
+EmbedMethod = Literal["last_token", "mean_pooling", "completion_mean", "concat", "concat_tokens"]
 DecayRate = Annotated[float, Field(ge=0.0, lt=1.0)]
 
 

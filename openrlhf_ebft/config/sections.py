@@ -131,7 +131,8 @@ class FeatureConfig(Section):
     normalize: Literal["joint", "per_layer", "none"] = Field("joint", description="scaling of a token's features")
     embed_method: EmbedMethod | None = Field(
         None,
-        description="pooling of token features to an embedding; default: completion_mean, last_token in strided mode",
+        description="pooling of token features to an embedding; concat_tokens: all tokens of a window of strided mode; "
+        "default: completion_mean, last_token in strided mode",
     )
     pool_special_tokens: bool = Field(False, description="let EOS and other special tokens enter pooling")
     whitening: Literal["feature", "sample", "none"] = Field("feature", description="space in which groups are whitened")

@@ -85,7 +85,11 @@ class TreeFeatures:
         mask = own
         if self.embed_method in ROW_METHODS:
             mask = own | (grid.valid & ~grid.completion).flatten(0, 1)
-        embeddings = pool_rows(features.flatten(0, 1), mask, own, self.embed_method).view(anchors, rows, -1)
+        features = features.flatten(0, 1)
+        if self.embed_method == "concat_tokens":
+            features, mask = _window_states(features, grid.completion.flatten(0, 1), own)
+            own = mask
+        embeddings = pool_rows(features, mask, own, self.embed_method).view(anchors, rows, -1)
         if not bool(torch.isfinite(embeddings).all()):
             raise ValueError(f"{tree.example_id}: the feature network returned states that are not finite")
         return group_gram(embeddings[:, :-1], embeddings[:, -1]).cpu()
@@ -99,3 +103,21 @@ class TreeFeatures:
             for rows in batches_by_tokens([flat.shape[1]] * len(flat), self.config.max_tokens_per_batch)
         ]
         return torch.cat(parts).view(*tokens.shape, -1)
+
+
+def _window_states(features: Tensor, completion: Tensor, poolable: Tensor) -> tuple[Tensor, Tensor]:
+    """Windows of one length: a completion that ended early, and tokens that are not pooled, have zeros there.
+
+    Args:
+        features: (N, L, D) of rows that may begin with their context.
+        completion: (N, L) bool, tokens of the completion or ground truth.
+        poolable: (N, L) bool, those of them that enter pooling.
+
+    Returns:
+        (N, G, D) for the longest of the windows, and an all-true mask (N, G).
+    """
+    width = int(completion.sum(-1).max())
+    order = completion.int().argsort(dim=-1, descending=True, stable=True)[:, :width]
+    kept = poolable.gather(1, order)[..., None]
+    states = features.gather(1, order[..., None].expand(-1, -1, features.shape[-1])).masked_fill(~kept, 0.0)
+    return states, torch.ones_like(order, dtype=torch.bool)

@@ -11,7 +11,7 @@ from openrlhf_ebft.models.tree_features import TreeFeatures
 from tests.tiny_models import EOS_ID, tiny_gpt2, tiny_llama
 from tests.trees import make_reference, make_tree
 
-METHODS = ["last_token", "completion_mean", "mean_pooling", "concat"]
+METHODS = ["last_token", "completion_mean", "mean_pooling", "concat", "concat_tokens"]
 
 
 def with_eos(tree: RolloutTree) -> RolloutTree:
@@ -41,6 +41,10 @@ def plain_embedding(model, taps, context, own, method):
     kept = [i for i, token in enumerate(own.tolist()) if token != EOS_ID] or list(range(len(own)))
     completion = features[len(context) :][kept]
     row = torch.cat([features[: len(context)], completion])
+    if method == "concat_tokens":
+        places = torch.zeros(16, features.shape[1], dtype=features.dtype)
+        places[kept] = completion
+        return places.flatten()
     if method == "last_token":
         return completion[-1]
     if method == "completion_mean":
