@@ -10,6 +10,7 @@ from openrlhf_ebft.cli.config_arguments import config_parser, split_overrides
 from openrlhf_ebft.cli.run_command import run_command
 from openrlhf_ebft.config import EBFTConfig, load_config
 from openrlhf_ebft.config.errors import UserError
+from openrlhf_ebft.config.lora import LoRAConfig
 
 _OWN_FLAGS = {"--model": True, "--out": True, "--help": False}
 
@@ -25,7 +26,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--model",
         metavar="PATH",
-        help="the same as MODEL: evaluate this one, such as runs/NAME/model; features come from the configuration's",
+        help="the same as MODEL: evaluate it (runs/NAME/model, or adapters); features come from the configuration's",
     )
     parser.add_argument("--out", metavar="FILE", type=Path, help="write the JSON to this file")
     own, overrides = split_overrides(argv, _OWN_FLAGS)
@@ -35,14 +36,33 @@ def main(argv: Sequence[str]) -> int:
         raise UserError(f"two models: {positional} and --model {arguments.model}; name one")
     path = positional or arguments.model
     config = load_config(arguments.config, overrides)
-    if path is not None:
-        # The features' default is the initial policy: keep it when another policy is measured.
-        features = config.features.model_copy(update={"path": config.features.path or config.model.path})
-        model = config.model.model_copy(update={"path": path})
-        config = config.model_copy(update={"model": model, "features": features})
     from openrlhf_ebft.trainer.evaluation_run import run_evaluation
 
-    return run_evaluation(config, arguments.out)
+    if path is None:
+        return run_evaluation(config, arguments.out)
+    from openrlhf_ebft.trainer.export import whole_model
+
+    with whole_model(path, say=_say) as folder:
+        return run_evaluation(_of_another_model(config, folder), arguments.out)
+
+
+def _of_another_model(config: EBFTConfig, path: str) -> EBFTConfig:
+    """The configuration with another policy; its features still come from the configuration's model."""
+    own = config.model
+    features = config.features.model_copy(
+        update={
+            "path": config.features.path or own.path,
+            "dtype": config.features.dtype or own.dtype,
+            "source": "separate",
+        }
+    )
+    model = own.model_copy(update={"path": path})
+    return config.model_copy(update={"model": model, "features": features, "lora": LoRAConfig()})
+
+
+def _say(text: str) -> None:
+    """Standard output is for the result alone."""
+    print(text, file=sys.stderr)
 
 
 def _take_model(own: Sequence[str]) -> tuple[str | None, list[str]]:

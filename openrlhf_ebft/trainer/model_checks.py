@@ -42,11 +42,11 @@ def check_sizes(config: EBFTConfig, models: dict[str, Any], references: Sequence
     Raises UserError when a model has fewer positions or token ids than the data needs.
     """
     longest = max(max(int((ref.anchors + ref.max_new_tokens).max()), ref.token_ids.numel()) for ref in references)
+    if config.data.history == "own":
+        longest = max(longest, *(longest_own_history(ref) for ref in references))
     largest_id = max(int(ref.token_ids.max()) for ref in references)
     needed = longest + 1  # vllm scores a sequence only with room for one more token
     for key, model in models.items():
-    if config.data.history == "own":
-        longest = max(longest, *(longest_own_history(ref) for ref in references))
         _check_size(config, key, model, needed if key == "model.path" else longest, largest_id)
     limit = config.rollout.max_model_len
     if limit is not None and limit < needed:
