@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
 import ray
@@ -24,6 +25,7 @@ from openrlhf_ebft.actors.placement import (
     AGGREGATOR,
     ENGINE,
     FEATURES,
+    REFERENCE,
     TRAINER,
     Placement,
     PlacementError,
@@ -31,6 +33,7 @@ from openrlhf_ebft.actors.placement import (
     settle_sharing,
 )
 from openrlhf_ebft.actors.policy_trainer import PolicyTrainerActor, PolicyTrainerGroup
+from openrlhf_ebft.actors.reference_model import ReferenceModelActor, ReferenceModelGroup
 from openrlhf_ebft.actors.restarts import Crew, RestartBudget
 from openrlhf_ebft.actors.reward_aggregator import RewardAggregatorActor, RewardAggregatorHandle
 from openrlhf_ebft.actors.rollout_engine import RolloutEngineActor, RolloutEngineGroup
@@ -38,6 +41,7 @@ from openrlhf_ebft.actors.waiting import wait_for
 from openrlhf_ebft.actors.weight_sync import WeightSync, choose_transfer
 from openrlhf_ebft.config.sections import EBFTConfig
 from openrlhf_ebft.core.experience import SamplingSettings
+from openrlhf_ebft.core.step_batch import TrainItem
 
 logger = logging.getLogger(__name__)
 
@@ -68,6 +72,7 @@ class RunActors:
     rewards: RewardAggregatorHandle
     trainer: PolicyTrainerGroup
     weights: WeightSync
+    reference: ReferenceModelGroup | None  # None: no KL term, or the trainer's own base model
     budget: RestartBudget
     started: list[Any]  # handles of all actors, those in the place of lost ones included
     bundles: PlacementGroup
@@ -75,6 +80,28 @@ class RunActors:
     def kill(self) -> None:
         """Ends every actor at once and gives their resources back."""
         _kill(self.started, self.bundles)
+
+    def with_reference(self, items: Sequence[TrainItem]) -> list[TrainItem]:
+        """The items with the log-probabilities of the reference model, as the KL term needs them; waits."""
+        if self.reference is None:
+            values = self.trainer.branch_logprobs(items, base=True)
+        else:
+            values = self.reference.logprobs([item.tree for item in items])
+        return [replace(item, reference_logprobs=part) for item, part in zip(items, values, strict=True)]
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Inside the `with` block the trainer works with the averaged weights, and the next push sends them.
+
+        Afterwards the engines get the trained weights again.
+        """
+        self.trainer.use_average(True)
+        self.weights.forget()
+        yield
+        # Not after a failure: whoever handles it starts the trainer afresh or ends the run.
+        self.trainer.use_average(False)
+        self.weights.forget()
+        self.weights.push()
 
     def restart_trainer(self) -> None:
         """Starts the trainer afresh after `StateLost`, with the model of model.path; waits.
@@ -138,6 +165,9 @@ def start_actors(
         if config.has_feature_actors:
             features = FeatureNetworkGroup(place(FEATURES, FeatureNetworkActor, lambda i: (config, special)), config)
         aggregator = place(AGGREGATOR, RewardAggregatorActor, lambda i: (config,))
+        reference = None
+        if config.has_reference_actors:
+            reference = ReferenceModelGroup(place(REFERENCE, ReferenceModelActor, lambda i: (config,)), config)
         transfer = choose_transfer(
             config.rollout,
             with_gpus=any(node.has_gpus for node in nodes),
@@ -149,6 +179,7 @@ def start_actors(
             rewards=RewardAggregatorHandle(aggregator, (features or trainer).products, config),
             trainer=trainer,
             weights=WeightSync(trainer, rollout, transfer, keep=config.rollout.sync_every_steps > 1),
+            reference=reference,
             budget=budget,
             started=place.started,
             bundles=group,
@@ -163,6 +194,7 @@ def start_actors(
 def _wait_until_up(actors: RunActors, config: EBFTConfig, total_steps: int, say: Callable[[str], None]) -> None:
     limit, phase = config.placement.start_timeout_s, _START
     features = actors.features.async_layer_indices() if actors.features else []
+    reference = actors.reference.async_is_up() if actors.reference else []
     actors.trainer.start(total_steps, limit, phase)
     say("policy trainer is up")
     if actors.features:
@@ -170,6 +202,9 @@ def _wait_until_up(actors: RunActors, config: EBFTConfig, total_steps: int, say:
         say(f"feature network is up, taps after blocks {layers}")
     else:
         say(f"features come from the trainer's base model, taps after blocks {actors.trainer.layer_indices()}")
+    if actors.reference:
+        wait_for(phase, actors.reference.names, reference, limit)
+        say("reference model is up")
     settings = actors.rollout.effective_settings(limit, phase)
     actors.weights.connect()
     shown = ("sampling/temperature", "sampling/top_p", "sampling/top_k", "engine/weight_transfer")

@@ -105,6 +105,7 @@ def list_roles(config: EBFTConfig, *, with_gpus: bool, shared: bool = False) -> 
     Raises PlacementError when model.attention = flex meets a trainer or feature network without a GPU.
     """
     _require_gpus_for_flex(config, with_gpus=with_gpus)
+    _require_gpus_for_float16(config, with_gpus=with_gpus)
     place, on = config.placement, 1.0 if with_gpus else 0.0
 
     def gpus(own: float) -> float:
@@ -120,6 +121,17 @@ def list_roles(config: EBFTConfig, *, with_gpus: bool, shared: bool = False) -> 
         Role(AGGREGATOR, 1, place.aggregator_cpus, 0.0),
     ]
     return [role for role in roles if role.count]
+
+
+def _require_gpus_for_float16(config: EBFTConfig, *, with_gpus: bool) -> None:
+    without = with_gpus and config.placement.gpus_per_trainer_rank == 0
+    if config.model.dtype != "float16" or (with_gpus and not without):
+        return
+    cause = "placement.gpus_per_trainer_rank = 0" if without else "the cluster has none"
+    raise PlacementError(
+        f"model.dtype = float16 trains on GPUs alone (DeepSpeed refuses it on CPUs), but {cause}: set model.dtype to "
+        "bfloat16 or float32, or give every trainer rank a GPU"
+    )
 
 
 def _require_gpus_for_flex(config: EBFTConfig, *, with_gpus: bool) -> None:

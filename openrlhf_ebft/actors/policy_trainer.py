@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Collection, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -79,8 +80,12 @@ class PolicyTrainerActor:
     ) -> dict[str, float]:
         return self._trainer.train_step(passes, counts, objective, filler)
 
-    def branch_logprobs(self, passes: Sequence[Sequence[TrainItem]], filler: TrainItem) -> list[Tensor]:
-        return self._trainer.branch_logprobs(passes, filler)
+    def branch_logprobs(self, passes: Sequence[Sequence[TrainItem]], filler: TrainItem, base: bool) -> list[Tensor]:
+        with self._trainer.without_adapters() if base else nullcontext():
+            return self._trainer.branch_logprobs(passes, filler)
+
+    def use_average(self, on: bool) -> None:
+        self._trainer.use_average(on)
 
     def score(self, trees: Sequence[RolloutTree], num_passes: int, filler: RolloutTree) -> list[SupervisedScore]:
         return self._trainer.score(trees, num_passes, filler)
@@ -122,6 +127,10 @@ class PolicyTrainerActor:
     def save_checkpoint(self, folder: Path) -> None:
         self._trainer.save_checkpoint(folder)
 
+    def nonfinite_examples(self) -> list[str]:
+        """Examples of this rank whose loss was not finite in the last step."""
+        return self._trainer.nonfinite_examples
+
     def checkpoint_bytes(self) -> int:
         """Upper bound of a checkpoint's size over all ranks: 16 bytes for each weight that trains."""
         parameters = list(self._trainer.engine.module.parameters())
@@ -156,6 +165,7 @@ class PolicyTrainerGroup:
         self._timeout_s = config.policy.timeout_s
         self._total_steps = 0
         self.version = 0  # applied optimizer steps
+        self._nonfinite: list[str] = []
 
     @property
     def _ranks(self) -> list[Any]:
@@ -191,11 +201,14 @@ class PolicyTrainerGroup:
             items = [replace(item, old_logprobs=values) for item, values in zip(items, old, strict=True)]
         return combine_updates([self.train_step([items[i] for i in part], "ebft") for part in plan])
 
-    def branch_logprobs(self, items: Sequence[TrainItem]) -> list[Tensor]:
-        """Log-probabilities (B,) of each tree's completions under the present policy, float32 on the CPU."""
+    def branch_logprobs(self, items: Sequence[TrainItem], *, base: bool = False) -> list[Tensor]:
+        """Log-probabilities (B,) of each tree's completions, float32 on the CPU.
+
+        They are those of the present policy, or of its `base` model, without adapters.
+        """
         dealt, smallest = self._deal(items)
         calls = [
-            rank.branch_logprobs.remote(_pick(items, passes), smallest)
+            rank.branch_logprobs.remote(_pick(items, passes), smallest, base)
             for rank, passes in zip(self._ranks, dealt, strict=True)
         ]
         results = self._wait("log-probabilities", calls)
@@ -219,6 +232,9 @@ class PolicyTrainerGroup:
             for rank, passes in zip(self._ranks, dealt, strict=True)
         ]
         results = self._wait("train", calls)
+        if not results[0]["applied"]:
+            examples = self._wait("train", [rank.nonfinite_examples.remote() for rank in self._ranks])
+            self._nonfinite += [example for part in examples for example in part]
         self.version += int(results[0]["applied"])
         totals = {key: sum(result[key] for result in results) for key in results[0] if key not in _ALIKE_ON_RANKS}
         return totals | {key: results[0][key] for key in _ALIKE_ON_RANKS}
@@ -268,6 +284,10 @@ class PolicyTrainerGroup:
         """Sends the current weights to the engines of `connect_engines`."""
         self._wait("weight sync", [rank.send_weights.remote() for rank in self._ranks])
 
+    def use_average(self, on: bool) -> None:
+        """Puts the averaged weights (policy.ema_decay) in the place of the trained ones, or these back."""
+        self._wait("weight average", [rank.use_average.remote(on) for rank in self._ranks])
+
     def save_model(self, folder: Path) -> None:
         """Writes the model to `folder`, which must be reachable from rank 0."""
         self._wait("save model", [r.save_model.remote(folder) for r in self._ranks])
@@ -276,6 +296,11 @@ class PolicyTrainerGroup:
         """Every rank writes its part of weights, optimizer and schedule to `folder`."""
         calls = [rank.save_checkpoint.remote(folder) for rank in self._ranks]
         self._wait("save checkpoint", calls)
+
+    def take_nonfinite_examples(self) -> list[str]:
+        """Examples whose loss was not finite, in steps since the last call."""
+        taken, self._nonfinite = self._nonfinite, []
+        return taken
 
     def checkpoint_bytes(self) -> int:
         """Upper bound of a checkpoint's size."""

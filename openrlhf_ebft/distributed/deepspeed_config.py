@@ -14,8 +14,9 @@ def deepspeed_config(config: EBFTConfig) -> dict[str, Any]:
     has fewer micro-batches; losses arrive normalised by global counts, so DeepSpeed must not scale them.
     """
     stage, dtype = config.deepspeed.zero_stage, config.model.dtype
-    if stage == 0 and dtype == "bfloat16":
-        # DeepSpeed's bfloat16 optimizer that accumulates gradients in float32 goes by the name of stage 1.
+    if stage == 0 and dtype != "float32":
+        # DeepSpeed's optimizers that accumulate gradients in float32 go by the name of stage 1. Its float16 optimizer
+        # of stage 0 adds them up in float16, reports their norm times the loss scale, and begins with a scale of 2^32.
         stage = 1
     zero: dict[str, Any] = {"stage": stage}
     if config.deepspeed.offload_optimizer:
@@ -30,7 +31,9 @@ def deepspeed_config(config: EBFTConfig) -> dict[str, Any]:
         "zero_force_ds_cpu_optimizer": False,
         # Without it, stage 1 leaves a micro-batch's gradient in place and adds it again with the next one.
         "bf16": {"enabled": dtype == "bfloat16", "immediate_grad_update": stage == 1},
-        "fp16": {"enabled": dtype == "float16"},
-        "data_types": {"grad_accum_dtype": "fp32" if stage > 0 or dtype == "float32" else "fp16"},
+        # An overflow is a skipped step, and policy.max_nonfinite_steps in a row end the run: with 2^12 it takes
+        # elements of the gradient above 16, and each overflow halves the scale.
+        "fp16": {"enabled": dtype == "float16", "initial_scale_power": 12, "hysteresis": 1},
+        "data_types": {"grad_accum_dtype": "fp32"},
         "steps_per_print": 10**9,
     }

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from fractions import Fraction
+from typing import Any
 
 import torch
 from torch import nn
@@ -11,6 +14,8 @@ from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
 
 from openrlhf_ebft.config.sections import OptimizerConfig
+
+_SETTINGS = ("betas", "eps", "weight_decay", "initial_lr")
 
 
 def build_optimizer(model: nn.Module, config: OptimizerConfig) -> AdamW:
@@ -52,3 +57,18 @@ def schedule_factor(step: int, config: OptimizerConfig, total_steps: int) -> flo
 def build_scheduler(optimizer: torch.optim.Optimizer, config: OptimizerConfig, total_steps: int) -> LambdaLR:
     """Steps once for every applied optimizer step."""
     return LambdaLR(optimizer, lambda step: schedule_factor(step, config, total_steps))
+
+
+@contextmanager
+def keeping_settings(optimizer: Any, scheduler: LambdaLR) -> Iterator[None]:
+    """While a checkpoint is loaded: learning rate, betas, epsilon and weight decay stay those of the configuration.
+
+    A checkpoint holds those of the run that wrote it. Where they are the same, nothing changes, to the last bit.
+    """
+    settings = [{name: group[name] for name in _SETTINGS} for group in optimizer.param_groups]
+    base_rates = list(scheduler.base_lrs)
+    yield
+    scheduler.base_lrs = base_rates
+    factors = [factor(scheduler.last_epoch) for factor in scheduler.lr_lambdas]
+    for group, values, base, factor in zip(optimizer.param_groups, settings, base_rates, factors, strict=True):
+        group.update(values, lr=base * factor)

@@ -26,7 +26,7 @@ from openrlhf_ebft.distributed.deepspeed_config import deepspeed_config
 from openrlhf_ebft.distributed.device import communication_backend, local_device
 from openrlhf_ebft.distributed.ema import WeightAverage
 from openrlhf_ebft.distributed.full_tensors import full_adapters, full_weights, weight_specs
-from openrlhf_ebft.distributed.optimizer import build_optimizer, build_scheduler
+from openrlhf_ebft.distributed.optimizer import build_optimizer, build_scheduler, keeping_settings
 from openrlhf_ebft.distributed.policy_features import PolicyBaseFeatures
 from openrlhf_ebft.distributed.policy_loading import load_policy
 from openrlhf_ebft.distributed.weight_sync import TensorSpec
@@ -102,6 +102,7 @@ class PolicyTrainer:
         self._loss_settings = loss_settings(config)
         self._average = self._start_average()
         self.step = 0  # applied optimizer steps: the version of the weights
+        self.nonfinite_examples: list[str] = []  # of the last step: this rank's examples whose loss was not finite
 
     def _start_average(self) -> WeightAverage | None:
         decay = self.config.policy.ema_decay
@@ -135,6 +136,7 @@ class PolicyTrainer:
         self._seed_dropout()
         learning_rate = self.engine.optimizer.param_groups[0]["lr"]
         totals: dict[str, float] = {}
+        self.nonfinite_examples = []
         for chunk in passes:
             used = chunk or [filler]
             batch = TreeBatch.collate([item.tree for item in used]).to(self.device)
@@ -144,6 +146,8 @@ class PolicyTrainer:
             self.engine.backward(terms["loss"] * (weight * self.world_size))
             for name, value in terms.items():
                 totals[name] = totals.get(name, 0.0) + weight * float(value.detach())
+            if chunk and not terms["loss"].isfinite():
+                self.nonfinite_examples += [item.tree.example_id for item in chunk]
         applied, grad_norm = self._apply()
         self.step += int(applied)
         if applied and self._average is not None:
@@ -309,7 +313,10 @@ class PolicyTrainer:
         is_whole = not self.config.lora.is_on
         if not is_whole:
             require_same_adapters(folder / ADAPTER_FOLDER, self._require_adapters())
-        path, client_state = self.engine.load_checkpoint(str(folder), tag=CHECKPOINT_TAG, load_module_strict=is_whole)
+        with keeping_settings(self.engine.optimizer, self.engine.lr_scheduler):
+            path, client_state = self.engine.load_checkpoint(
+                str(folder), tag=CHECKPOINT_TAG, load_module_strict=is_whole
+            )
         if path is None:
             raise RuntimeError(f"DeepSpeed found no checkpoint in {folder}")
         self.step = client_state["applied_steps"]

@@ -12,6 +12,7 @@ from openrlhf_ebft.actors.placement import (
     TRAINER,
     Placement,
     PlacementError,
+    list_roles,
     plan_placement,
     settle_sharing,
 )
@@ -196,3 +197,29 @@ def test_a_gpu_asked_of_a_cluster_without_any_is_refused():
 def test_busy_gpus_are_not_taken_for_a_cluster_without_gpus():
     with pytest.raises(PlacementError, match=r"0 GPU \(of 8\)"):
         plan_placement(make_config(), [NodeResources(96, 0, total_gpus=8)])
+
+
+@pytest.mark.parametrize(
+    ("with_gpus", "placement", "cause"),
+    [(False, {}, "the cluster has none"), (True, {"gpus_per_feature_replica": 0}, "gpus_per_feature_replica = 0")],
+)
+def test_flex_attention_is_refused_where_an_actor_would_have_no_gpu(with_gpus, placement, cause):
+    config = make_config(placement=placement).model_copy(deep=True)
+    config.model.attention = "flex"
+    with pytest.raises(PlacementError, match=f"model.attention = flex needs GPUs, but .*{cause}.*split or sdpa"):
+        list_roles(config, with_gpus=with_gpus)
+    config.placement.gpus_per_feature_replica = 0.5
+    assert [role.gpus for role in list_roles(config, with_gpus=True)] == [1, 1, 0.5, 0]
+
+
+@pytest.mark.parametrize(
+    ("with_gpus", "placement", "cause"),
+    [(False, {}, "the cluster has none"), (True, {"gpus_per_trainer_rank": 0}, "gpus_per_trainer_rank = 0")],
+)
+def test_float16_is_refused_where_a_trainer_rank_would_have_no_gpu(with_gpus, placement, cause):
+    config = make_config(placement=placement)
+    config.model.dtype = "float16"
+    with pytest.raises(PlacementError, match=f"model.dtype = float16 trains on GPUs alone.*{cause}.*bfloat16"):
+        list_roles(config, with_gpus=with_gpus)
+    config.placement.gpus_per_trainer_rank = 1.0
+    assert list_roles(config, with_gpus=True)[0].gpus == 1
