@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, replace
 
 from openrlhf_ebft.actors.cluster import RunActors
@@ -50,6 +51,7 @@ class EBFTTrainer:
         self.tracker = tracker
         self.console = console
         self.state = TrainerState()
+        self._is_ebft = config.policy.objective == "ebft"
 
     def resume(self, checkpoint: Checkpoint) -> None:
         """Goes on from a checkpoint: trainer ranks read theirs, the engines get the weights with the next sync."""
@@ -74,7 +76,8 @@ class EBFTTrainer:
             interrupts: asked after every step.
             checkpoints: where checkpoints go.
         """
-        steps = {"supervised warm-up": self.schedule.sft_steps, "EBFT": self.schedule.total}
+        main = "EBFT" if self._is_ebft else "supervised"
+        steps = {"supervised warm-up": self.schedule.sft_steps, main: self.schedule.total}
         for phase, last in steps.items():
             with self.console.phase(phase, max(last - self.state.step, 0)):
                 while self.state.step < last and not interrupts.requested:
@@ -86,9 +89,12 @@ class EBFTTrainer:
         if self.state.step < self.schedule.sft_steps:
             self._sft_step()
             return {}
-        if self.state.step == self.schedule.sft_steps or not self.actors.weights.version:
-            self.actors.weights.push()
-        self._ebft_step()
+        if self._is_ebft:
+            if self.state.step == self.schedule.sft_steps or not self.actors.weights.version:
+                self.actors.weights.push()
+            self._ebft_step()
+        else:
+            self._sft_step()
         every = self.config.evaluation.every_steps
         done = self.state.step - self.schedule.sft_steps
         if every and heldout and done % every == 0 and self.state.step < self.schedule.total:
@@ -103,17 +109,18 @@ class EBFTTrainer:
         due = due or store.is_among_best(evaluation)
         if not due and not (interrupts.requested and settings.on_interrupt):
             return
-        if self.state.step > self.schedule.sft_steps:
+        if self._is_ebft and self.state.step > self.schedule.sft_steps:
             # A resumed run starts with fresh weights in its engines; so must the one that goes on.
             self.actors.weights.push()
         trainer = self.actors.trainer
         store.save(self.state, trainer.save_checkpoint, bytes_needed=trainer.checkpoint_bytes, evaluation=evaluation)
 
     def evaluate(self, heldout: Sequence[Reference]) -> EvaluationResult:
-        """Evaluates the current policy on the held-out references and records the result."""
-        self.actors.weights.push()
+        """Evaluates the current policy, or its averaged weights, on the held-out references; records the result."""
+        use_average = self.config.evaluation.use_ema and self.state.step > 0
         clock = PhaseClock()
-        with self.console.phase("evaluation", 1):
+        with self.actors.averaged() if use_average else nullcontext(), self.console.phase("evaluation", 1):
+            self.actors.weights.push()
             result = evaluate(self.actors, self.config, heldout)
             self.console.advance()
         metrics = result.metrics()
@@ -138,6 +145,9 @@ class EBFTTrainer:
         with clock.phase("features"):
             rewards = self.actors.rewards.rewards(self.state.step, trees)
         items = [TrainItem.from_groups(tree, rewards.advantages) for tree in trees]
+        if self.config.policy.kl_coef > 0:
+            with clock.phase("reference"):
+                items = self.actors.with_reference(items)
         with clock.phase("train"):
             metrics = self.actors.trainer.train_batch(items)
         with clock.phase("sync"):
@@ -183,9 +193,11 @@ class EBFTTrainer:
         self.actors.budget.reached(self.state.step)
         record = {**metrics, "nonfinite_steps": float(self.state.nonfinite_total), **clock.metrics()}
         self.tracker.log(self.state.step, phase, record)
-        is_sft = phase == "sft"
-        number = self.state.step if is_sft else self.state.step - self.schedule.sft_steps
-        self.console.step(phase, number, self.schedule.sft_steps if is_sft else self.schedule.ebft_steps, record)
+        warm_up = self.schedule.sft_steps
+        number, last = self.state.step - warm_up, self.schedule.ebft_steps
+        if self.state.step <= warm_up:
+            number, last = self.state.step, warm_up
+        self.console.step(phase, number, last, record)
         self.console.advance()
         if in_a_row >= self.config.policy.max_nonfinite_steps:
             terms = {name: value for name, value in metrics.items() if name.endswith("loss") or name == "grad_norm"}
@@ -217,4 +229,4 @@ def _reward_metrics(rewards: StepRewards) -> dict[str, float | None]:
         "reward/cfm": statistics.cfm,
         "reward/cfm_unbiased": statistics.cfm_unbiased,
         "reward/zero_advantage_share": statistics.zero_advantage_share,
-    }
+    } | ({} if statistics.function is None else {"reward/function": statistics.function})
