@@ -8,8 +8,9 @@ from contextlib import nullcontext
 from dataclasses import asdict, replace
 
 from openrlhf_ebft.actors.cluster import RunActors
+from openrlhf_ebft.actors.waiting import ActorError
 from openrlhf_ebft.config.sections import EBFTConfig
-from openrlhf_ebft.core.aggregation import StepRewards
+from openrlhf_ebft.core.aggregation import NonFiniteGroups, StepRewards
 from openrlhf_ebft.core.completion_metrics import completion_metrics, length_warning
 from openrlhf_ebft.core.experience import Reference, Rollout, RolloutRequest
 from openrlhf_ebft.core.rollout_tree import RolloutTree
@@ -20,10 +21,10 @@ from openrlhf_ebft.trainer.checkpoints import Checkpoint, CheckpointStore
 from openrlhf_ebft.trainer.clock import PhaseClock
 from openrlhf_ebft.trainer.console import Console
 from openrlhf_ebft.trainer.evaluation import EvaluationResult, evaluate
+from openrlhf_ebft.trainer.histories import sample_references
 from openrlhf_ebft.trainer.interrupts import Interrupts
 from openrlhf_ebft.trainer.state import Schedule, TrainerState
-from openrlhf_ebft.trainer.histories import sample_references
-from openrlhf_ebft.trainer.tracking import Tracker
+from openrlhf_ebft.trainer.tracking import SkippedStep, Tracker
 
 
 class NonFiniteSteps(RuntimeError):
@@ -75,14 +76,21 @@ class EBFTTrainer:
             heldout: references of the evaluations in between.
             interrupts: asked after every step.
             checkpoints: where checkpoints go.
+
+        Raises NonFiniteSteps after too many steps in a row that changed nothing; names the last checkpoint.
         """
         main = "EBFT" if self._is_ebft else "supervised"
         steps = {"supervised warm-up": self.schedule.sft_steps, main: self.schedule.total}
-        for phase, last in steps.items():
-            with self.console.phase(phase, max(last - self.state.step, 0)):
-                while self.state.step < last and not interrupts.requested:
-                    evaluation = self._step(heldout)
-                    self._checkpoint_if_due(checkpoints, interrupts, evaluation)
+        try:
+            for phase, last in steps.items():
+                with self.console.phase(phase, max(last - self.state.step, 0)):
+                    while self.state.step < last and not interrupts.requested:
+                        evaluation = self._step(heldout)
+                        self._checkpoint_if_due(checkpoints, interrupts, evaluation)
+        except NonFiniteSteps as error:
+            checkpoint = checkpoints.newest()
+            good = f"the last good checkpoint is {checkpoint.path}" if checkpoint else "there is no checkpoint"
+            raise NonFiniteSteps(f"{error}; {good}") from None
 
     def _step(self, heldout: Sequence[Reference]) -> dict[str, float | None]:
         """One step and the evaluation that is due after it; returns its held-out values, empty without one."""
@@ -133,7 +141,7 @@ class EBFTTrainer:
         items = [without_advantages(RolloutTree.without_branches(ref)) for ref in self._next_references()]
         with clock.phase("train"):
             metrics = self.actors.trainer.train_step(items, "sft")
-        self._finish_step("sft", metrics, clock)
+        self._finish_step("sft", metrics, clock, self._skip(items, metrics))
 
     def _ebft_step(self) -> None:
         clock = PhaseClock()
@@ -142,19 +150,41 @@ class EBFTTrainer:
             generate, requests = self.actors.rollout.generate, self._requests(references)
             references, rollouts = sample_references(generate, requests, self.config.data.history)
         trees = [RolloutTree.from_rollout(ref, rollout) for ref, rollout in zip(references, rollouts, strict=True)]
+        shape = self._rollout_metrics(references, rollouts)
         with clock.phase("features"):
-            rewards = self.actors.rewards.rewards(self.state.step, trees)
+            try:
+                rewards = self.actors.rewards.rewards(self.state.step, trees)
+            except ActorError as error:
+                if not isinstance(error.cause, NonFiniteGroups):
+                    raise
+                examples = tuple(dict.fromkeys(example for example, _ in error.cause.groups))
+                self._sync_if_due(clock)
+                self._finish_step(
+                    "ebft", {"applied": 0.0, **shape}, clock, SkippedStep("features are not finite", examples)
+                )
+                return
         items = [TrainItem.from_groups(tree, rewards.advantages) for tree in trees]
         if self.config.policy.kl_coef > 0:
             with clock.phase("reference"):
                 items = self.actors.with_reference(items)
         with clock.phase("train"):
             metrics = self.actors.trainer.train_batch(items)
+        self._sync_if_due(clock)
+        self._finish_step("ebft", {**metrics, **_reward_metrics(rewards), **shape}, clock, self._skip(items, metrics))
+
+    def _sync_if_due(self, clock: PhaseClock) -> None:
         with clock.phase("sync"):
             if (self.state.step + 1) % self.config.rollout.sync_every_steps == 0:
                 self.actors.weights.push()
-        shape = self._rollout_metrics(references, rollouts)
-        self._finish_step("ebft", {**metrics, **_reward_metrics(rewards), **shape}, clock)
+
+    def _skip(self, items: Sequence[TrainItem], metrics: dict[str, float]) -> SkippedStep | None:
+        """Why the trainer applied no step; None when it did."""
+        examples = self.actors.trainer.take_nonfinite_examples()
+        if metrics["applied"]:
+            return None
+        if examples:
+            return SkippedStep("the loss is not finite", tuple(examples))
+        return SkippedStep("the gradient is not finite", tuple(item.tree.example_id for item in items))
 
     def _next_references(self) -> list[Reference]:
         numbers, cursor = self.schedule.next_rows(self.plan, self.state)
@@ -181,7 +211,9 @@ class EBFTTrainer:
             "rollout/weight_version": float(min(versions)),
         }
 
-    def _finish_step(self, phase: str, metrics: dict[str, float | None], clock: PhaseClock) -> None:
+    def _finish_step(
+        self, phase: str, metrics: dict[str, float | None], clock: PhaseClock, skipped: SkippedStep | None
+    ) -> None:
         failed = not metrics["applied"]
         in_a_row = self.state.nonfinite_in_a_row + 1 if failed else 0
         self.state = replace(
@@ -192,18 +224,19 @@ class EBFTTrainer:
         )
         self.actors.budget.reached(self.state.step)
         record = {**metrics, "nonfinite_steps": float(self.state.nonfinite_total), **clock.metrics()}
-        self.tracker.log(self.state.step, phase, record)
+        self.tracker.log(self.state.step, phase, record, skipped)
         warm_up = self.schedule.sft_steps
         number, last = self.state.step - warm_up, self.schedule.ebft_steps
         if self.state.step <= warm_up:
             number, last = self.state.step, warm_up
         self.console.step(phase, number, last, record)
         self.console.advance()
+        if skipped is not None:
+            self.console.say(f"warning: step {self.state.step} changed nothing: {skipped}")
         if in_a_row >= self.config.policy.max_nonfinite_steps:
-            terms = {name: value for name, value in metrics.items() if name.endswith("loss") or name == "grad_norm"}
             raise NonFiniteSteps(
                 f"step {self.state.step} ({phase}): {in_a_row} steps in a row were not finite "
-                f"(policy.max_nonfinite_steps); last values: {terms}"
+                f"(policy.max_nonfinite_steps); the last one: {skipped}"
             )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,18 @@ def check_trackers(config: EBFTConfig) -> None:
         raise UserError(
             f"logging.wandb_project = {project} needs the package wandb: pip install wandb, or leave the key out"
         )
+
+
+@dataclass(frozen=True)
+class SkippedStep:
+    """Why a step changed no weight, and the examples behind it."""
+
+    reason: str
+    examples: tuple[str, ...]
+
+    def __str__(self) -> str:
+        shown = ", ".join(self.examples[:8]) + (", ..." if len(self.examples) > 8 else "")
+        return f"{self.reason}, examples {shown}"
 
 
 class Tracker:
@@ -44,16 +57,20 @@ class Tracker:
             self._tensorboard.close()
             self._tensorboard = _tensorboard(self._folder, step + 1)
 
-    def log(self, step: int, phase: str, metrics: dict[str, float | None]) -> None:
+    def log(
+        self, step: int, phase: str, metrics: dict[str, float | None], skipped: SkippedStep | None = None
+    ) -> None:
         """Records one step.
 
         Args:
             step: number of the record within the run, from 1; evaluations carry the step they follow.
             phase: `sft`, `ebft` or `evaluation`.
             metrics: values by name. A value that is not finite is written as null: NaN is no JSON.
+            skipped: why a step changed no weight.
         """
         finite = {name: _finite(value) for name, value in metrics.items()}
-        self._file.write(json.dumps({"step": step, "phase": phase, **finite}, allow_nan=False) + "\n")
+        why = {} if skipped is None else {"skipped_because": skipped.reason, "skipped_examples": list(skipped.examples)}
+        self._file.write(json.dumps({"step": step, "phase": phase, **finite, **why}, allow_nan=False) + "\n")
         self._file.flush()
         present = {f"{phase}/{name}": value for name, value in finite.items() if value is not None}
         if self._tensorboard is not None:
