@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from openrlhf_ebft.config.serving import FollowConfig
-from openrlhf_ebft.serving.run_models import RunModel, newest_model
+from openrlhf_ebft.serving.run_models import RunModel, complete_models
 
 _LOOK_S = 0.2
 log = logging.getLogger(__name__)
@@ -36,7 +36,8 @@ class Follower:
         self._config = config
         self._client = client
         self._base = base
-        self._refused: str | None = None  # version that could not be used: not tried again
+        self._refused: set[str] = set()  # versions that could not be used: not tried again
+        self._said: set[str] = set()
         self._task: asyncio.Task[None] | None = None
         self.version = "start"
         self.swaps = 0
@@ -52,21 +53,29 @@ class Follower:
         """One look; True when newer weights are now served. Weights that cannot be used are logged and left alone."""
         if self._config.run is None:
             return False
-        model = await asyncio.to_thread(newest_model, Path(self._config.run), log.warning)
-        if model is None or model.version in (self.version, self._refused):
-            return False
-        try:
-            await self._stage(model)
-        except Exception as error:  # the worker's own error arrives wrapped: whatever it is, the old weights stay
-            log.error("keeping the present weights, %s cannot be used: %s", model.weights, error)
-            self._refused = model.version
-            self.refusals += 1
-            return False
-        await self._swap()
-        log.warning("serving %s", model.weights)
-        self.version = model.version
-        self.swaps += 1
-        return True
+        for model in await asyncio.to_thread(complete_models, Path(self._config.run), self._say_once):
+            if model.version == self.version:
+                return False
+            if model.version in self._refused:
+                continue
+            try:
+                await self._stage(model)
+            except Exception as error:  # the worker's own error arrives wrapped: whatever it is, the old weights stay
+                self._say_once(f"{model.weights} cannot be used: {error}")
+                self._refused.add(model.version)
+                self.refusals += 1
+                continue
+            await self._swap()
+            log.warning("serving %s", model.weights)
+            self.version = model.version
+            self.swaps += 1
+            return True
+        return False
+
+    def _say_once(self, line: str) -> None:
+        if line not in self._said:
+            self._said.add(line)
+            log.warning(line)
 
     async def _follow(self) -> None:
         while True:

@@ -29,6 +29,7 @@ from openrlhf_ebft.serving.request_body import Body
 from openrlhf_ebft.serving.request_fields import check_fields
 from openrlhf_ebft.serving.traces import TraceReader
 
+_LENGTH_PARAMS = ("input_tokens", "input_text")  # what vLLM calls a prompt that is too long
 _DONE = "data: [DONE]\n\n"
 _EVENT = "data: "
 _CHUNK_HEAD = ("id", "object", "created", "model")
@@ -43,10 +44,13 @@ class _LimitedPrompt:
     def build_tok_params(self, model_config: ModelConfig) -> TokenizeParams:
         """vLLM's rules for tokenizing the prompt, with the smaller of the model's limit and this server's."""
         params: TokenizeParams = super().build_tok_params(model_config)  # type: ignore[misc]
-        if self._prompt_limit is None or params.max_total_tokens is None:
+        limit = self._prompt_limit
+        if limit is None or (params.max_total_tokens or limit) <= limit:
             return params
-        total = min(params.max_total_tokens, self._prompt_limit + (params.max_output_tokens or 0))
-        return dataclasses.replace(params, max_total_tokens=total)
+        # vLLM lets a prompt fill all that it may hold; how much is left for the answer it checks elsewhere.
+        return dataclasses.replace(
+            params, max_total_tokens=limit, max_output_tokens=min(params.max_output_tokens or 0, limit)
+        )
 
 
 class LimitedCompletionRequest(_LimitedPrompt, CompletionRequest):
@@ -101,9 +105,9 @@ class Generation:
         except RequestError:
             raise
         except (VLLMError, ValueError, OverflowError, NotImplementedError) as error:
-            raise _refusal(create_error_response(error)) from error
+            raise self._refusal(create_error_response(error)) from error
         if isinstance(result, ErrorResponse):
-            raise _refusal(result)
+            raise self._refusal(result)
         if not isinstance(result, AsyncIterator):
             if rad is not None and (reason := await self._traces.error(rad.report_id)) is not None:
                 raise RequestError(f"rad: {reason}", param="rad", status=_reason_status(reason))
@@ -128,6 +132,14 @@ class Generation:
         if isinstance(request, ChatCompletionRequest):
             return await handlers.openai_serving_chat.create_chat_completion(request, None)
         return await handlers.openai_serving_completion.create_completion(request, None)
+
+    def _refusal(self, response: ErrorResponse) -> RequestError:
+        error, limit = response.error, self._config.limits.prompt_tokens
+        if error.code >= HTTPStatus.INTERNAL_SERVER_ERROR:
+            log.error("request failed: %s", error.message)
+        if error.param in _LENGTH_PARAMS and limit is not None:
+            return RequestError(f"the prompt is longer than {limit} tokens", param="prompt")
+        return RequestError(error.message, param=error.param, status=error.code)
 
     async def _stream(self, events: AsyncIterator[str], rad: RADFields | None) -> Response:
         """A stream of events; an error before the first token becomes a plain refusal."""
@@ -191,10 +203,3 @@ def _error_event(event: str) -> dict[str, Any] | None:
 def _client_status(error: dict[str, Any]) -> int:
     code = error.get("code")
     return code if isinstance(code, int) and 400 <= code < 600 else int(HTTPStatus.INTERNAL_SERVER_ERROR)
-
-
-def _refusal(response: ErrorResponse) -> RequestError:
-    error = response.error
-    if error.code >= HTTPStatus.INTERNAL_SERVER_ERROR:
-        log.error("request failed: %s", error.message)
-    return RequestError(error.message, param=error.param, status=error.code)

@@ -50,10 +50,11 @@ def base_model(run: Path) -> str:
     return load_config(run / "config.yaml").model.path
 
 
-def newest_model(run: Path, say: Say) -> RunModel | None:
-    """The newest complete weights of a run; None while there are none. What is passed over is said."""
-    found = [model for model in (_final(run), _checkpoint(run, say)) if model is not None]
-    return max(found, key=lambda model: model.written, default=None)
+def complete_models(run: Path, say: Say) -> list[RunModel]:
+    """All complete weights of a run, newest first. What is passed over is said."""
+    final = _final(run)
+    found = [*([final] if final is not None else []), *_checkpoints(run, say)]
+    return sorted(found, key=lambda model: -model.written)
 
 
 def read_weights(model: RunModel, expected: ExpectedWeights) -> dict[str, Tensor]:
@@ -106,15 +107,15 @@ def _final(run: Path) -> RunModel | None:
     return RunModel(folder, f"model@{written}", written)
 
 
-def _checkpoint(run: Path, say: Say) -> RunModel | None:
-    """The newest checkpoint whose files are as its manifest says."""
-    folders = [path for path in (run / "checkpoints").glob("step-*") if path.name.removeprefix("step-").isdigit()]
-    for path in sorted(folders, key=lambda path: -int(path.name.removeprefix("step-"))):
+def _checkpoints(run: Path, say: Say) -> Iterator[RunModel]:
+    """The checkpoints whose files are as their manifests say."""
+    for path in sorted((run / "checkpoints").glob("step-*")):
+        if not path.name.removeprefix("step-").isdigit():
+            continue  # being written, or set aside
         try:
-            return _complete(path)
+            yield _complete(path)
         except (OSError, ValueError, KeyError) as error:
             say(f"passing over {path}: {error}")
-    return None
 
 
 def _complete(path: Path) -> RunModel:

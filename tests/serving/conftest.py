@@ -101,7 +101,7 @@ def server(tmp_path_factory):
         "replicas": {"threads": 1, "ongoing_requests": 100, "start_s": START_S},
         "follow": {"poll_s": 0.5},
     }
-    (folder / "serve.yaml").write_text(yaml.safe_dump(config))
+    (folder / "serve.yaml").write_text(yaml.safe_dump(config, sort_keys=False))
     command = [sys.executable, "-m", "openrlhf_ebft.cli.main", "serve-rad", str(folder / "serve.yaml")]
     with (folder / "log").open("w") as log:
         process = subprocess.Popen(
