@@ -37,12 +37,8 @@ def run_lm_eval(
     """
     lm_eval = require("lm_eval", f"evaluation.lm_eval_tasks = {list(tasks)}")
     from lm_eval.models.huggingface import HFLM
-    from lm_eval.tasks import TaskManager
 
-    manager = TaskManager(include_path=include)
-    unknown = [task for task in tasks if not manager.match_tasks([task])]
-    if unknown:
-        raise UserError(f"evaluation.lm_eval_tasks: lm-eval knows no task {', '.join(unknown)} (lm-eval ls tasks)")
+    manager = _task_manager(tasks, include)
     adapter = HFLM(pretrained=model, device=device, dtype=dtype, trust_remote_code=trust_remote_code)
     output = lm_eval.simple_evaluate(
         model=adapter,
@@ -61,6 +57,21 @@ def run_lm_eval(
         | ({"examples": counts[task]["effective"]} if task in counts else {})
         for task, values in output["results"].items()
     }
+
+
+def _task_manager(tasks: Sequence[str], include: str | None) -> Any:
+    """Knows all `tasks`; reads lm-eval's own thousands of task files only when they are needed, which takes a minute."""
+    from lm_eval.tasks import TaskManager
+
+    if include is not None:
+        own = TaskManager(include_path=include, include_defaults=False)
+        if all(own.match_tasks([task]) for task in tasks):
+            return own
+    manager = TaskManager(include_path=include)
+    unknown = [task for task in tasks if not manager.match_tasks([task])]
+    if unknown:
+        raise UserError(f"evaluation.lm_eval_tasks: lm-eval knows no task {', '.join(unknown)} (lm-eval ls tasks)")
+    return manager
 
 
 def _plain(value: Any) -> Any:

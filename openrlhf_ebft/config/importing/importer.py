@@ -1,0 +1,119 @@
+"""Reads a foreign configuration, expands its sweep, and checks what came out."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from openrlhf_ebft.config.errors import ConfigError
+from openrlhf_ebft.config.importing import authors, axolotl
+from openrlhf_ebft.config.importing.authors_keys import LIST_KEYS, MARKS
+from openrlhf_ebft.config.importing.translation import KeyNote, Translation, safe_name
+from openrlhf_ebft.config.messages import describe_errors
+from openrlhf_ebft.config.rules import check_rules
+from openrlhf_ebft.config.sections import EBFTConfig
+from openrlhf_ebft.config.yaml_io import parse_yaml
+
+_REFERENCE = re.compile(r"\$\{(\w+)\}")
+
+
+@dataclass(frozen=True)
+class ImportedConfig:
+    """One configuration that this package can run."""
+
+    name: str
+    data: dict[str, Any]  # what is not the default, by section
+    config: EBFTConfig
+    notes: tuple[KeyNote, ...]  # one for each key of the source, and for defaults that differ
+
+
+def import_config(path: Path) -> list[ImportedConfig]:
+    """Translates a file: one configuration, or one for each point of its sweep.
+
+    Raises:
+        ConfigError: the file cannot be read, is of no known kind, or what comes out cannot run; names every fault.
+    """
+    source = str(path)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(source, [f"cannot be read: {error}"]) from None
+    nested, _ = parse_yaml(text, source)
+    if not isinstance(nested, dict):
+        raise ConfigError(source, ["holds no keys"])
+    if nested.get("rl") == "ebft" or "ebft" in nested:
+        return [_finish(axolotl.translate(nested), source, "")]
+    if not MARKS & _all_keys(nested):
+        raise ConfigError(
+            source,
+            [
+                "neither the EBFT authors' flat keys (such as pretrain, n_samples_per_prompt, context_max_len) nor "
+                "Axolotl's `rl: ebft` with a section `ebft`"
+            ],
+        )
+    points = list(_points(nested, source))
+    return [_finish(authors.translate(keys), source, suffix) for keys, suffix in points]
+
+
+def _all_keys(nested: Mapping[str, Any]) -> set[str]:
+    sweeps = nested.get("sweep")
+    sweeps = sweeps if isinstance(sweeps, list) else []
+    return set(nested) | {key for entry in sweeps if isinstance(entry, Mapping) for key in entry}
+
+
+def _points(nested: Mapping[str, Any], source: str) -> Iterator[tuple[dict[str, Any], str]]:
+    """Every combination of the lists of every sweep entry over the other keys, with a suffix for its name."""
+    base = {key: value for key, value in nested.items() if key != "sweep"}
+    entries = nested.get("sweep") or [{}]
+    if not isinstance(entries, list) or not all(isinstance(entry, Mapping) for entry in entries):
+        raise ConfigError(source, ["sweep: must be a list of mappings from keys to lists of values"])
+    for number, entry in enumerate(entries, start=1):
+        merged = base | dict(entry)
+        lists = {k: v for k, v in merged.items() if isinstance(v, list) and k not in LIST_KEYS}
+        empty = [key for key, values in lists.items() if not values]
+        if empty:
+            raise ConfigError(source, [f"{key}: an empty list leaves nothing to run" for key in empty])
+        varied = [key for key, values in lists.items() if len(values) > 1]
+        for values in itertools.product(*lists.values()):
+            chosen = dict(zip(lists, values, strict=True))
+            parts = [f"set{number}"] if len(entries) > 1 else []
+            parts += [f"{key}-{chosen[key]}" for key in varied]
+            yield _resolve(merged | chosen, source), "-".join(parts)
+
+
+def _resolve(keys: dict[str, Any], source: str) -> dict[str, Any]:
+    """Replaces `${other_key}` by that key's value."""
+
+    def value_of(text: Any, depth: int = 0) -> Any:
+        match = _REFERENCE.fullmatch(text.strip()) if isinstance(text, str) else None
+        if match is None:
+            return text
+        if match.group(1) not in keys or depth > len(keys):
+            raise ConfigError(source, [f"{text}: no key {match.group(1)} to take the value from"])
+        return value_of(keys[match.group(1)], depth + 1)
+
+    return {key: value_of(value) for key, value in keys.items()}
+
+
+def _finish(t: Translation, source: str, suffix: str) -> ImportedConfig:
+    name = safe_name("-".join(part for part in (t.data["name"], suffix) if part))
+    data = {"name": name, **{key: value for key, value in t.data.items() if key != "name"}}
+    origins = {tuple(path.split(".")): f"from {note.key}" for note in t.notes for path in _paths(note)}
+    try:
+        config = EBFTConfig.model_validate(data)
+    except ValidationError as error:
+        raise ConfigError(f"{source} as {name}", describe_errors(EBFTConfig, error, origins)) from None
+    broken = check_rules(config)
+    if broken:
+        raise ConfigError(f"{source} as {name}", broken)
+    return ImportedConfig(name, data, config, tuple(t.notes))
+
+
+def _paths(note: KeyNote) -> Iterator[str]:
+    return (target.partition(" = ")[0] for target in note.targets)
