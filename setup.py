@@ -39,6 +39,7 @@ setup(
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     packages=find_packages(include=["openrlhf_ebft", "openrlhf_ebft.*"]),
+    package_data={"openrlhf_ebft.serving": ["page.html"]},
     python_requires=">=3.11,<3.13",
     install_requires=BASE,
     extras_require={
