@@ -10,12 +10,13 @@ SOURCES := openrlhf_ebft tests scripts benchmarks
 # DeepSpeed looks for ninja on PATH when it compiles its extension.
 WITH_PATH := PATH="$(RUN):$$PATH"
 
-.PHONY: help install quickstart test lint docs clean
+.PHONY: help install quickstart test lint docs chaos clean
 
 help:
 	@echo "make install     make .venv with the CPU or the GPU stack (repeatable)"
 	@echo "make quickstart  fine-tune a small real model on real data, set-up included"
 	@echo "make test        run the tests, set-up included"
+	@echo "make chaos       harm runs (killed, stopped, full disk, ...) and show what became of them, set-up included"
 	@echo "make lint        ruff and mypy, set-up included"
 	@echo "make docs        write docs/configuration.md from the configuration classes"
 	@echo "make clean       remove caches and build leftovers; keeps .venv, models, datasets and runs"
@@ -39,6 +40,9 @@ lint: install
 	$(RUN)/ruff check .
 	$(RUN)/ruff format --check .
 	$(RUN)/mypy
+
+chaos: install
+	$(WITH_PATH) HF_HUB_OFFLINE=1 $(RUN)/python -m scripts.chaos $(CASES)
 
 docs: install
 	$(RUN)/python scripts/config_reference.py

@@ -27,8 +27,8 @@ class ActorError(RuntimeError):
 
     @property
     def is_loss(self) -> bool:
-        """Whether the actor is gone or stuck: another in its place may do the work."""
-        return isinstance(self, ActorGone | ActorHung | ActorTimeout)
+        """Whether the actor is gone, stuck or out of memory: another in its place may do the work."""
+        return isinstance(self, ActorGone | ActorHung | ActorTimeout) or _is_out_of_memory(self.cause)
 
     @property
     def may_pass(self) -> bool:
@@ -110,6 +110,15 @@ def outcomes(
                 for call in pending
             )
             return
+
+
+def _is_out_of_memory(cause: BaseException | None) -> bool:
+    """Memory that Python, torch on a GPU, or torch on the CPU (a plain RuntimeError) did not get."""
+    return (
+        isinstance(cause, MemoryError)
+        or type(cause).__name__ == "OutOfMemoryError"
+        or (isinstance(cause, RuntimeError) and "can't allocate memory" in str(cause))
+    )
 
 
 def _hung(phase: str, name: str, pulse: Pulse) -> ActorHung:

@@ -1,12 +1,15 @@
 """Runs that lose actors at random moments and end as if nothing had happened."""
 
 import random
+import resource
+import shutil
 import signal
 import time
 
 import pytest
 from safetensors.torch import load_file
 
+from openrlhf_ebft.trainer.run_directory import RunDirectory
 from tests.trainer import runs, victims
 
 pytestmark = pytest.mark.stack
@@ -65,3 +68,74 @@ def test_a_stopped_process_is_found_by_its_missing_heartbeat(folder):
     assert time.monotonic() - start < 100
     assert not victims.is_alive(pid)
     check_equal_to_straight(folder, "stopped")
+
+
+def test_a_full_disk_costs_a_checkpoint_and_no_more(folder):
+    """The kernel refuses the trainer's writes (EFBIG) for a while; nothing is simulated."""
+    settings = SETTINGS | {"checkpoint": {"every_steps": 3, "on_full_disk": "warn"}}
+    process = runs.start("train", str(runs.write_config(folder, "full", **settings)))
+    run = folder / "runs" / "full"
+    victims.wait_for_record(process, run / "metrics.jsonl", '"step": 4')
+    (trainer,) = victims.actors_of(process, "PolicyTrainerActor")
+    unlimited = resource.prlimit(trainer, resource.RLIMIT_FSIZE)
+    resource.prlimit(trainer, resource.RLIMIT_FSIZE, (50_000, unlimited[1]))
+    victims.wait_for_record(process, run / "metrics.jsonl", '"step": 7')
+    assert [path.name for path in (run / "checkpoints").iterdir()] == ["step-3"], "the one before must be intact"
+    resource.prlimit(trainer, resource.RLIMIT_FSIZE, unlimited)
+    output, _ = process.communicate(timeout=200)
+    assert process.returncode == 0, output
+    assert "checkpoints/step-6 could not be written: save checkpoint: policy trainer rank 0 failed" in output
+    assert "the newest checkpoint is still" in output and "MiB free" in output
+    check_equal_to_straight(folder, "full")
+
+
+def copy_of_straight(folder, name):
+    """The finished run as it was when its last checkpoint was written."""
+    run = folder / "runs" / name
+    shutil.copytree(folder / "runs" / "straight", run)
+    shutil.rmtree(run / "model")
+    return run
+
+
+def test_a_damaged_newest_checkpoint_is_passed_over_and_the_run_ends_the_same(folder):
+    run = copy_of_straight(folder, "damaged")
+    file = max((run / "checkpoints" / "step-12").rglob("*.pt"), key=lambda path: path.stat().st_size)
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    code, output = runs.run("train", "--resume", str(run))
+    assert code == 0, output
+    assert f"passing over {run}/checkpoints/step-12: trainer/deepspeed/" in output
+    assert "has other content than was written" in output and "resumed after step 9" in output
+    check_equal_to_straight(folder, "damaged")
+
+
+def test_a_changed_configuration_is_refused_unless_allowed(folder):
+    run = copy_of_straight(folder, "changed")
+    config = str(runs.write_config(folder, "changed", **SETTINGS))
+    change = ("--optimizer.learning_rate", "0.002", "--rollout.temperature", "0.7", "--recovery.max_restarts", "2")
+    code, output = runs.run("train", config, "--resume", "auto", *change)
+    assert code == 2, output
+    assert "  optimizer.learning_rate: 0.001 in the checkpoint, now 0.002" in output
+    assert "  rollout.temperature: 0.6 in the checkpoint, now 0.7" in output
+    assert "--allow-config-change" in output and "max_restarts" not in output
+    fixed = ("--policy.num_ranks", "2", "--deepspeed.zero_stage", "1", "--policy.micro_batch_size", "1")
+    code, output = runs.run("train", config, "--resume", "auto", *fixed, "--allow-config-change")
+    assert code == 2, output
+    assert "policy.num_ranks: 1 in the checkpoint, now 2" in output and "deepspeed.zero_stage: 0" in output
+    assert (run / "config.yaml").read_text() == (folder / "runs" / "straight" / "config.yaml").read_text()
+    code, output = runs.run("train", config, "--resume", str(run), *change, "--allow-config-change")
+    assert code == 0, output
+    before, after = runs.read_metrics(folder, "straight"), runs.read_metrics(folder, "changed")
+    rates = {record["step"]: record["learning_rate"] for record in after if "learning_rate" in record}
+    assert (rates[12], rates[13]) == (0.001, 0.002)
+    assert [r for r in after if r["step"] < 13] == [r for r in before if r["step"] < 13]
+    assert (run / "config-until-step-12.yaml").exists() and "0.002" in (run / "config.yaml").read_text()
+
+
+def test_two_processes_do_not_work_in_one_run_directory(folder):
+    run = copy_of_straight(folder, "held")
+    holder = RunDirectory(run)
+    holder.lock()
+    code, output = runs.run("train", "--resume", str(run))
+    assert code == 2 and f"another process works in {run}" in output

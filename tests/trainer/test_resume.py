@@ -4,6 +4,8 @@ import json
 import math
 import os
 import signal
+import subprocess
+import sys
 import time
 
 import pytest
@@ -15,6 +17,7 @@ from openrlhf_ebft.config.sections import EBFTConfig
 from openrlhf_ebft.data.batches import DataCursor
 from openrlhf_ebft.trainer.checkpoints import CheckpointStore
 from openrlhf_ebft.trainer.state import TrainerState
+from tests.processes import ROOT
 from tests.trainer import runs
 
 
@@ -121,8 +124,9 @@ def folder(tmp_path_factory):
 
 
 @pytest.mark.stack
-def test_a_killed_run_resumes_as_if_it_had_not_died(folder):
-    """Killed at a moment of the second half; epochs are shorter than the run, so batches cross their edges."""
+def test_a_killed_run_is_resumed_by_the_same_command_as_if_it_had_not_died(folder):
+    """Started, resumed and found finished by one command. Killed at a moment of the second half; epochs are shorter
+    than the run, so batches cross their edges."""
     settings = {
         "policy": {"max_steps": 6, "sft_warmup_steps": 2, "prompts_per_step": 4, "micro_batch_size": 2},
         "checkpoint": {"every_steps": 2},
@@ -131,7 +135,8 @@ def test_a_killed_run_resumes_as_if_it_had_not_died(folder):
     }
     code, output = runs.run("train", str(runs.write_config(folder, "straight", **settings)))
     assert code == 0, output
-    process = runs.start("train", str(runs.write_config(folder, "killed", **settings)))
+    command = ("train", str(runs.write_config(folder, "killed", **settings)), "--resume", "auto")
+    process = runs.start(*command)
     metrics = folder / "runs" / "killed" / "metrics.jsonl"
     deadline = time.monotonic() + 200
     while not (metrics.exists() and '"step": 5' in metrics.read_text()):
@@ -139,7 +144,7 @@ def test_a_killed_run_resumes_as_if_it_had_not_died(folder):
         time.sleep(0.05)
     os.kill(process.pid, signal.SIGKILL)
     process.communicate()
-    code, output = runs.run("train", "--resume", str(folder / "runs" / "killed"))
+    code, output = runs.run(*command)
     assert code == 0, output
     assert "resumed after step" in output
     assert runs.read_metrics(folder, "killed") == runs.read_metrics(folder, "straight")
@@ -147,6 +152,8 @@ def test_a_killed_run_resumes_as_if_it_had_not_died(folder):
         load_file(folder / "runs" / name / "model" / "model.safetensors") for name in ("straight", "killed")
     )
     assert all(killed[name].equal(tensor) for name, tensor in straight.items())
+    code, output = runs.run(*command)
+    assert code == 0 and "is finished" in output, output
 
 
 @pytest.mark.stack
@@ -164,6 +171,19 @@ def test_an_interrupt_saves_a_checkpoint_when_asked(folder):
     checkpoint = make_store(folder / "runs" / "asked" / "checkpoints").newest()
     last = json.loads(metrics.read_text().splitlines()[-1])
     assert checkpoint.state.step == last["step"]
+
+
+@pytest.mark.parametrize("on_full_disk", ["error", "warn"])
+def test_a_full_disk_leaves_the_checkpoint_before(tmp_path, on_full_disk):
+    """On a real file system of 1 MiB: found before writing, and when the first write fails (ENOSPC)."""
+    command = f"{sys.executable} -m tests.trainer.full_disk {tmp_path} {on_full_disk}"
+    mount = f"mount -t tmpfs -o size=1m tmpfs {tmp_path} && exec {command}"
+    done = subprocess.run(
+        ["unshare", "--map-root-user", "--mount", "sh", "-c", mount], cwd=ROOT, capture_output=True, text=True
+    )
+    if "unshare:" in done.stderr or "mount:" in done.stderr:
+        pytest.skip(f"this machine lets no test mount a file system: {done.stderr}")
+    assert done.returncode == 0, done.stderr
 
 
 def test_resume_takes_no_other_configuration(folder, tmp_path):
