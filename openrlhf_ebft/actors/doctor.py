@@ -93,11 +93,11 @@ def examine_config(
         out.problems.append(str(error))
         return
     out.lines += ["", f"placement of {config.name}:", *(f"  {line}" for line in layout_lines(placement, nodes))]
-    policy, features = _sizes(config, out)
-    if policy is None or features is None:
+    policy, features, reference = _sizes(config, out)
+    if policy is None or features is None or reference is None:
         return
     on_gpus = any(bundle.gpus for bundle in placement.bundles)
-    memory = estimate_memory(config, policy, features, gpu_bytes=gpu_bytes if on_gpus else None)
+    memory = estimate_memory(config, policy, features, reference, gpu_bytes=gpu_bytes if on_gpus else None)
     known = "" if not on_gpus or gpu_bytes else " (GPU memory unknown, not compared: --gpu-memory GIB)"
     out.lines += ["", f"memory{known}:", *(f"  {line}" for line in memory_lines(memory))]
     if on_gpus and gpu_bytes is not None:
@@ -112,15 +112,16 @@ def examine_config(
     _examine_disk(config, policy, out)
 
 
-def _sizes(config: EBFTConfig, out: Findings) -> tuple[ModelSize | None, ModelSize | None]:
-    sizes = []
-    for key, path in (("model.path", config.model.path), ("features.path", config.features.path or config.model.path)):
+def _sizes(config: EBFTConfig, out: Findings) -> list[ModelSize | None]:
+    """Sizes of policy, feature network and reference model; says which is not known."""
+    paths = [config.model.path, config.features.path, config.reference.path]
+    sizes: dict[str, ModelSize | None] = {}
+    for path in dict.fromkeys(path or config.model.path for path in paths):
         folder = Path(path)
-        size = read_model_size(folder) if folder.is_dir() else None
-        if size is None and key == "model.path":
+        sizes[path] = read_model_size(folder) if folder.is_dir() else None
+        if sizes[path] is None:
             out.lines += ["", f"memory: {path} is no local folder with safetensors, so its size is not known here"]
-        sizes.append(size)
-    return sizes[0], sizes[1]
+    return [sizes[path or config.model.path] for path in paths]
 
 
 def _examine_disk(config: EBFTConfig, policy: ModelSize, out: Findings) -> None:

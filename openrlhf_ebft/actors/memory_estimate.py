@@ -80,7 +80,12 @@ def _shapes(file: Path) -> dict[str, list[int]]:
 
 
 def estimate_memory(
-    config: EBFTConfig, policy: ModelSize, features: ModelSize, *, gpu_bytes: float | None = None
+    config: EBFTConfig,
+    policy: ModelSize,
+    features: ModelSize,
+    reference: ModelSize,
+    *,
+    gpu_bytes: float | None = None,
 ) -> list[RoleMemory]:
     """Memory of one actor of each role that holds a model.
 
@@ -88,25 +93,27 @@ def estimate_memory(
         config: the run's configuration.
         policy: size of model.path.
         features: size of the feature network's model, whole.
+        reference: size of the reference model.
         gpu_bytes: memory of a GPU, of which a vLLM engine takes its share at once; None on CPUs.
     """
-    weights = policy.total * _BYTES[config.model.dtype]
-    feature_bytes = _BYTES[config.features.dtype or config.model.dtype]
-    roles = [
+    model = config.model
+    needs = [
         _trainer(config, policy),
-        RoleMemory(ENGINE, _engine(config, weights, gpu_bytes)),
-        RoleMemory(FEATURES, features.up_to(max(config.features.layer_fractions)) * feature_bytes),
+        RoleMemory(ENGINE, _engine(config, policy.total * _BYTES[model.dtype], gpu_bytes)),
     ]
-    if config.has_reference_actors:  # taken for a model of the policy's size
-        roles.append(RoleMemory(REFERENCE, policy.total * _BYTES[config.reference.dtype or config.model.dtype]))
-    return roles
+    if config.has_feature_actors:
+        deepest = features.up_to(max(config.features.layer_fractions))
+        needs.append(RoleMemory(FEATURES, deepest * _BYTES[config.features.dtype or model.dtype]))
+    if config.has_reference_actors:
+        needs.append(RoleMemory(REFERENCE, reference.total * _BYTES[config.reference.dtype or model.dtype]))
+    return needs
 
 
 def _trainer(config: EBFTConfig, policy: ModelSize) -> RoleMemory:
     """One rank: weights, gradients (gathered in float32 beside the pass's own precision) and AdamW's states.
 
     With bfloat16 a float32 copy of the weights belongs to the states. ZeRO 1 shards the states over the ranks, 2 the
-    gathered gradients as well, 3 the weights, too.
+    gathered gradients as well, 3 the weights, too. An average of the weights (policy.ema_decay) is always in shards.
     """
     size, ranks, stage = _BYTES[config.model.dtype], config.policy.num_ranks, config.deepspeed.zero_stage
     trained = config.lora.rank * policy.matrix_sides if config.lora.is_on else policy.total

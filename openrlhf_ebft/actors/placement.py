@@ -260,7 +260,7 @@ def _describe(
     what = " + ".join(name for name, _ in failed.actors)
     return (
         f"the cluster cannot hold the {sum(role.count for role in roles)} actors{' on shared GPUs' if shared else ''}\n"
-        f"  asked: {cpus:g} CPU, {gpus:g} GPU ({'; '.join(str(role) for role in roles)})\n"
+        f"  asked: {cpus:g} CPU, {gpus:g} GPU ({'; '.join(str(role) for role in roles if role.count)})\n"
         f"  available: {_shown(nodes)}\n"
         "  to change: the CPU and GPU shares in section placement, policy.num_ranks, rollout.num_engines, "
         "rollout.tensor_parallel_size, features.num_replicas, or a larger cluster\n"

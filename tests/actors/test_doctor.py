@@ -21,7 +21,7 @@ from openrlhf_ebft.actors.machine import (
     read_machine,
 )
 from openrlhf_ebft.actors.memory_estimate import ModelSize, checkpoint_bytes, estimate_memory, read_model_size
-from openrlhf_ebft.actors.placement import ENGINE, FEATURES, TRAINER, plan_placement
+from openrlhf_ebft.actors.placement import ENGINE, FEATURES, REFERENCE, TRAINER, plan_placement
 from openrlhf_ebft.config.errors import UserError
 from openrlhf_ebft.config.sections import EBFTConfig
 from tests.tiny_models import tiny_gpt2, tiny_llama
@@ -38,7 +38,7 @@ def make_config(folder="m", **sections) -> EBFTConfig:
 
 
 def needs(config: EBFTConfig, size: ModelSize, gpu_bytes: float | None = None):
-    return {need.role: need for need in estimate_memory(config, size, size, gpu_bytes=gpu_bytes)}
+    return {need.role: need for need in estimate_memory(config, size, size, size, gpu_bytes=gpu_bytes)}
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -89,6 +89,17 @@ def test_adapters_have_small_states():
     adapters = 16 * LLAMA_70B.matrix_sides
     assert needs(config, LLAMA_70B)[TRAINER].device == pytest.approx(2 * (LLAMA_70B.total + adapters) + 18 * adapters)
     assert checkpoint_bytes(config, LLAMA_70B) == pytest.approx(2 * LLAMA_70B.total)
+
+
+def test_averages_and_reference_models_come_on_top():
+    plain, config = make_config(), make_config(policy={"ema_decay": 0.99, "kl_coef": 0.1})
+    assert needs(config, LLAMA_70B)[TRAINER].device == needs(plain, LLAMA_70B)[TRAINER].device + 4 * LLAMA_70B.total
+    assert needs(config, LLAMA_70B)[REFERENCE].device == 2 * LLAMA_70B.total
+    assert REFERENCE not in needs(plain, LLAMA_70B)
+
+
+def test_features_of_the_base_model_need_no_memory_of_their_own():
+    assert FEATURES not in needs(make_config(lora={"rank": 8}, features={"source": "policy_base"}), LLAMA_70B)
 
 
 def test_bytes_of_engines_and_features():

@@ -9,6 +9,7 @@ from openrlhf_ebft.actors.placement import (
     AGGREGATOR,
     ENGINE,
     FEATURES,
+    REFERENCE,
     TRAINER,
     Placement,
     PlacementError,
@@ -106,6 +107,14 @@ def test_roles_take_turns_on_one_gpu():
     assert placement.bundles[0].actors == ((TRAINER, 0), (ENGINE, 0), (FEATURES, 0))
     assert placement.bundles[1].actors == ((AGGREGATOR, 0),)
     assert sum(placement.role(role).gpus for role in (TRAINER, ENGINE, FEATURES)) <= 1
+
+
+def test_a_reference_model_shares_the_gpu_as_the_fourth_role():
+    nodes = [NodeResources(8, 1)]
+    placement = plan_placement(make_config(policy={"kl_coef": 0.1}), nodes)
+    check(placement, nodes)
+    assert {name for name, _ in placement.bundles[0].actors} == {TRAINER, ENGINE, FEATURES, REFERENCE}
+    assert sum(role.gpus for role in placement.roles) == 1
 
 
 def test_sharing_can_be_asked_for_and_refused():

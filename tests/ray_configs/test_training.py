@@ -86,7 +86,7 @@ def check_memory(config, placement) -> None:
     """Weights and states fit GPUs of 80 GB and leave a quarter of them to activations."""
     gpu = 80e9
     policy = SIZES[config.model.path]
-    memory = estimate_memory(config, policy, SIZES[config.features.path or config.model.path], gpu_bytes=gpu)
+    memory = estimate_memory(config, policy, SIZES[config.features.path or config.model.path], policy, gpu_bytes=gpu)
     trainers = [need for need in memory if need.role != ENGINE]
     assert gpu_problems(trainers, placement, 0.75 * gpu) == []
     assert gpu_problems(memory, placement, gpu) == []
