@@ -32,6 +32,11 @@ class Reference:
         tensors = {name: value.to(device) for name, value in vars(self).items() if isinstance(value, Tensor)}
         return replace(self, **tensors)  # type: ignore[arg-type]
 
+    @property
+    def documents(self) -> Tensor:
+        """(S,) int64 document of each token; zeros when there is only one."""
+        return torch.zeros_like(self.token_ids) if self.document_ids is None else self.document_ids
+
     def check(self) -> None:
         """Raises ValueError, with both numbers, when anchors, windows, masks or documents do not fit the tokens."""
         size, anchors, windows = self.token_ids.numel(), self.anchors, self.window_lengths

@@ -162,14 +162,14 @@ class RolloutTree:
     @cached_property
     def document_of_token(self) -> Tensor:
         """(T,) document that each token stands for; a branch token stands for reference token a + g."""
-        documents = _documents(self.reference)
+        documents = self.reference.documents
         stands_for = (self.anchor_of_token + self.step_of_token).clamp(max=self.num_reference_tokens - 1)
         return torch.cat([documents, documents[stands_for]])
 
     @cached_property
     def position_ids(self) -> Tensor:
         """(T,) positions restart at every document; branch token g has the position of reference token a, plus g."""
-        positions = _restarting_positions(_documents(self.reference))
+        positions = _restarting_positions(self.reference.documents)
         # An anchor behind the last token continues the last token's numbering.
         extended = torch.cat([positions, positions[-1:] + 1])
         return torch.cat([positions, extended[self.anchor_of_token] + self.step_of_token])
@@ -188,7 +188,7 @@ class RolloutTree:
     @cached_property
     def supervised_tokens(self) -> Tensor:
         """(R,) reference indices that the cross-entropy covers: in the loss mask, and not the first of a document."""
-        documents = _documents(self.reference)
+        documents = self.reference.documents
         has_predictor = torch.zeros_like(self.reference.loss_mask)
         has_predictor[1:] = documents[1:] == documents[:-1]
         return torch.nonzero(self.reference.loss_mask & has_predictor).flatten()
@@ -205,17 +205,16 @@ class RolloutTree:
 
     def allowed(self) -> Tensor:
         """(T, T) bool: may query token (row) attend to key token (column)? algorithms.md, sections 2 and 3."""
-        index, branch = self._arange(len(self)), self.branch_numbers
-        mask = (index < self.reference_limits[:, None]) & (branch < 0)
-        mask |= (branch[:, None] == branch) & (index <= index[:, None])
+        size, documents, counts = self.num_reference_tokens, self.document_of_token, self.step_of_token + 1
+        mask = torch.zeros(len(self), len(self), dtype=torch.bool, device=self.device)
+        mask[:, :size] = self._arange(size) < self.reference_limits[:, None]
         if self.reference.document_ids is not None:
-            mask &= self.document_of_token[:, None] == self.document_of_token
+            mask[:, :size] &= documents[:, None] == documents[:size]
+        # Pairs of a branch are listed: comparing all T * T numbers would take ten times as long.
+        query = torch.repeat_interleave(self._arange(size, len(self)), counts)
+        key = query - self._arange(query.numel()) + torch.repeat_interleave(torch.cumsum(counts, 0) - counts, counts)
+        mask[query, key] = documents[query] == documents[key]
         return mask
-
-    def completions(self) -> list[list[Tensor]]:
-        """Token ids (g,) of every completion, [A][n]."""
-        parts = iter(self.branch_tokens.split(self.branch_lengths.flatten().tolist()))
-        return [[next(parts) for _ in range(self.num_samples)] for _ in range(self.num_anchors)]
 
     def branch_indices(self, branch: int) -> Tensor:
         """(a + g,) tree indices of one completion as an ordinary causal sequence: context, then its own tokens."""
@@ -239,12 +238,6 @@ class RolloutTree:
         completion = (step >= 0) & (step < own[..., None])  # (A, n+1, L)
         valid, indices = completion | (step < 0), torch.where(step < 0, column, first[..., None] + step)
         return GroupGrid(indices.where(valid, 0), completion, valid)
-
-
-def _documents(reference: Reference) -> Tensor:
-    if reference.document_ids is None:
-        return torch.zeros_like(reference.token_ids)
-    return reference.document_ids
 
 
 def _restarting_positions(documents: Tensor) -> Tensor:

@@ -71,7 +71,10 @@ class TreeBatch:
     def allowed(self) -> Tensor:
         """(b, T, T) bool attention mask. A padding token sees only itself, so that no softmax row is empty."""
         width = self.input_ids.shape[1]
-        mask = torch.eye(width, dtype=torch.bool, device=self.valid.device).repeat(len(self.trees), 1, 1)
+        if len(self.trees) == 1:
+            return self.trees[0].allowed()[None]
+        mask = torch.zeros(len(self.trees), width, width, dtype=torch.bool, device=self.valid.device)
+        mask.diagonal(dim1=1, dim2=2).copy_(~self.valid)
         for row, tree in enumerate(self.trees):
             offset = int(self.starts[row]) - row * width
             mask[row, offset : offset + len(tree), offset : offset + len(tree)] = tree.allowed()
