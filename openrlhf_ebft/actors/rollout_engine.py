@@ -47,9 +47,10 @@ class RolloutEngineActor:
     def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         return self._engine.score(sequences)
 
-    def update_weights(self, update: WeightUpdate) -> None:
-        """Applies an update whose chunks are object references."""
+    def update_weights(self, update: WeightUpdate) -> int:
+        """Applies an update whose chunks are object references; returns the version that the engine publishes then."""
         self._engine.update_weights(update, fetch=ray.get)
+        return self._engine.weight_version
 
     def weight_version(self) -> int:
         return self._engine.weight_version
@@ -115,15 +116,14 @@ class RolloutEngineGroup:
     def update_weights(self, update: WeightUpdate) -> None:
         """Applies the update on every engine; waits, and checks that all publish its version."""
         calls = {n: lambda engine: engine.update_weights.remote(update) for n in range(len(self.engines))}
-        self._crew.call("weight sync", calls, self._timeout_s, self._restart_empty)
-        self.check_versions(update.version)
+        versions = self._crew.call("weight sync", calls, self._timeout_s, self._restart_empty)
+        _require_version(update.version, list(versions.values()))
 
     def check_versions(self, version: int) -> None:
         """Raises ActorError unless every engine publishes `version`."""
         calls = [engine.weight_version.remote() for engine in self.engines]
         versions = wait_for("weight sync", self._crew.names, calls, self._timeout_s, self._crew.pulses)
-        if set(versions) != {version}:
-            raise ActorError(f"weight sync: sent version {version}, engines report {versions}")
+        _require_version(version, versions)
 
     def score(self, sequences: Sequence[Sequence[int]]) -> list[list[list[float]]]:
         """Log-probabilities of given tokens from every engine; waits."""
@@ -154,6 +154,11 @@ class RolloutEngineGroup:
         if not self._replaceable:
             raise StateLost(str(failure), failure.cause) from failure
         self._crew.restart(number, failure, lambda engine: engine.effective_settings.remote(), self._start_timeout_s)
+
+
+def _require_version(sent: int, reported: Sequence[int]) -> None:
+    if set(reported) != {sent}:
+        raise ActorError(f"weight sync: sent version {sent}, engines report {list(reported)}")
 
 
 def _generate_call(requests: Sequence[RolloutRequest]) -> Call:

@@ -216,6 +216,16 @@ def _anchors_fit(config: EBFTConfig) -> Iterator[str]:
         )
 
 
+def _best_checkpoints_are_measured(config: EBFTConfig) -> Iterator[str]:
+    checkpoint, evaluation = config.checkpoint, config.evaluation
+    if checkpoint.keep_best and not (evaluation.every_steps and evaluation.max_examples):
+        yield (
+            f"checkpoint.keep_best = {checkpoint.keep_best} needs evaluations to find the best, but "
+            f"evaluation.every_steps = {evaluation.every_steps} and evaluation.max_examples = "
+            f"{evaluation.max_examples}: set both above 0, or checkpoint.keep_best to 0"
+        )
+
+
 def _features_are_distinct(config: EBFTConfig) -> Iterator[str]:
     fractions = config.features.layer_fractions
     if len(set(fractions)) < len(fractions):
@@ -301,6 +311,7 @@ _RULES: tuple[Rule, ...] = (
     _data_is_read,
     _strided_keys_belong_to_strided_mode,
     _anchors_fit,
+    _best_checkpoints_are_measured,
     _features_are_distinct,
     _windows_have_one_length,
     _engine_can_do_it,

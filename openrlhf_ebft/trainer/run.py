@@ -81,11 +81,7 @@ def resume_training(path: Path, config: EBFTConfig, *, allow_change: bool) -> in
     folder = RunDirectory(path)
     folder.lock()
     checkpoint = CheckpointStore(folder.checkpoints, config, console.say).required()
-    for note in check_changes(checkpoint.manifest, config, allow=allow_change):
-        console.say(note)
-    check_trackers(config)
-    folder.replace_config(config, checkpoint.state.step)
-    return _train(prepare_run(config, console), folder, checkpoint, console)
+    return _resume(folder, checkpoint, config, console, allow_change=allow_change)
 
 
 def start_or_resume(config: EBFTConfig, *, allow_change: bool) -> int:
@@ -102,12 +98,23 @@ def start_or_resume(config: EBFTConfig, *, allow_change: bool) -> int:
     if folder.model.is_dir() and folder.saved_config() == config:
         console.say(f"{folder.path} is finished: {folder.model}")
         return 0
-    if CheckpointStore(folder.checkpoints, config, console.say).newest() is not None:
-        folder.unlock()
-        return resume_training(folder.path, config, allow_change=allow_change)
+    checkpoint = CheckpointStore(folder.checkpoints, config, console.say).newest()
+    if checkpoint is not None:
+        return _resume(folder, checkpoint, config, console, allow_change=allow_change)
     aside = folder.move_aside()
     console.say(f"{folder.path} had no complete checkpoint: it is now {aside}, and the run starts afresh")
     return run_training(config)
+
+
+def _resume(
+    folder: RunDirectory, checkpoint: Checkpoint, config: EBFTConfig, console: Console, *, allow_change: bool
+) -> int:
+    for note in check_changes(checkpoint.manifest, config, allow=allow_change):
+        console.say(note)
+    check_trackers(config)
+    run = prepare_run(config, console)
+    folder.replace_config(config, checkpoint.state.step)
+    return _train(run, folder, checkpoint, console)
 
 
 def _train(run: PreparedRun, folder: RunDirectory, checkpoint: Checkpoint | None, console: Console) -> int:

@@ -114,6 +114,7 @@ REJECTED = [
     (["data.heldout_fraction=1"], ["data.heldout_fraction = 1"]),
     (["data.heldout_fraction=0"], ["evaluation.max_examples = 24", "data.heldout_fraction = 0"]),
     (["evaluation.max_examples=0", "evaluation.every_steps=2"], ["evaluation.every_steps = 2"]),
+    (["checkpoint.keep_best=2"], ["checkpoint.keep_best = 2", "evaluation.every_steps = 0"]),
     (["features.layer_fractions=[0.5, 0.25, 0.5]"], ["names a depth twice", "[0.25, 0.5]"]),
     (["rollout.engine=transformers", "rollout.tensor_parallel_size=2"], ["rollout.tensor_parallel_size = 2"]),
     (["rollout.engine=transformers", "rollout.weight_transfer=nccl"], ["rollout.weight_transfer = nccl"]),
