@@ -136,10 +136,14 @@ class Straightforward:
 class Ours:
     """The package's own sampler, feature network and policy."""
 
-    def __init__(self, model: PreTrainedModel, reference: Reference, features: TreeFeatures | None) -> None:
+    def __init__(
+        self, model: PreTrainedModel, reference: Reference, features: TreeFeatures | None, chunk_tokens: int
+    ) -> None:
         self.reference = reference
         self._sampler = BlockParallelSampler(model)
-        self._policy = PolicyModel(model, "split", temperature=TEMPERATURE, chunk_tokens=256, with_entropy=False)
+        self._policy = PolicyModel(
+            model, "split", temperature=TEMPERATURE, chunk_tokens=chunk_tokens, with_entropy=False
+        )
         self._features = features
 
     def sample(self) -> Tensor:
@@ -189,7 +193,9 @@ def measure(arguments: argparse.Namespace) -> dict[str, float]:
         network = load_feature_network(arguments.model, FRACTIONS, dtype)
         config = FeatureConfig(embed_method="last_token", whitening="none")
         features = TreeFeatures(network, config, special_ids=(), mode="split")
-    runner = Ours(model, reference, features) if way == "ours" else Straightforward(model, reference)
+    runner: Ours | Straightforward = Straightforward(model, reference)
+    if way == "ours":
+        runner = Ours(model, reference, features, arguments.chunk_tokens)
     generator = torch.Generator().manual_seed(0)
     blocks = reference.anchors.numel()
     tokens = torch.randint(100, 40000, (SAMPLES, blocks, STEPS), generator=generator)
@@ -232,6 +238,7 @@ def main() -> None:
     parser.add_argument("--lengths", type=int, nargs="+", default=[256, 512])
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"], choices=["float32", "bfloat16"])
     parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=PARTS)
+    parser.add_argument("--chunk-tokens", type=int, default=256, help="tokens whose logits the package has at one time")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--clock", choices=sorted(CLOCKS), default="process", help="CPU seconds, or wall seconds")
@@ -267,6 +274,7 @@ def run_child(arguments: argparse.Namespace, part: str, way: str, size: int, dty
     command = [sys.executable, __file__, "--model", arguments.model, "--part", part, "--way", way]
     command += ["--lengths", str(size), "--dtypes", dtype, "--threads", str(arguments.threads)]
     command += ["--repeats", str(arguments.repeats), "--clock", arguments.clock]
+    command += ["--chunk-tokens", str(arguments.chunk_tokens)]
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, check=True)
     return json.loads(done.stdout.splitlines()[-1])
 
