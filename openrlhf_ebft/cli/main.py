@@ -16,7 +16,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "evaluate": ("openrlhf_ebft.cli.evaluate", "measure a model on held-out rows"),
     "report": ("openrlhf_ebft.cli.report", "write curves, samples and configurations of runs as one HTML file"),
     "export": ("openrlhf_ebft.cli.export", "write a model folder from a run, a checkpoint or adapters"),
-    "import-config": ("openrlhf_ebft.cli.import_config", "turn a configuration of another EBFT trainer into this one's"),
+    "import-config": ("openrlhf_ebft.cli.import_config", "turn a configuration of another trainer into this one's"),
     "sweep": ("openrlhf_ebft.cli.sweep", "train with many configurations, here or as Ray jobs"),
     "generate": ("openrlhf_ebft.cli.generate", "print a model's completion of a prompt"),
     "prepare-model": ("openrlhf_ebft.cli.prepare_model", "fetch or convert a model into a Hugging Face folder"),
