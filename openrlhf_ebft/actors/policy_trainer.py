@@ -193,13 +193,21 @@ class PolicyTrainerGroup:
             raise self._crew.loss_behind(failure) from failure
 
     def train_batch(self, items: Sequence[TrainItem]) -> dict[str, float]:
-        """All EBFT updates on one batch of rollouts (policy.updates_per_batch); metrics over all of them."""
+        """All EBFT updates on one batch of rollouts (policy.updates_per_batch), up to one that is not applied.
+
+        Returns metrics over all of them.
+        """
         policy = self._config.policy
         plan = plan_updates(len(items), policy.updates_per_batch, policy.mini_batches)
         if len(plan) > 1:
             old = self.branch_logprobs(items)
             items = [replace(item, old_logprobs=values) for item, values in zip(items, old, strict=True)]
-        return combine_updates([self.train_step([items[i] for i in part], "ebft") for part in plan])
+        metrics: list[dict[str, float]] = []
+        for part in plan:
+            metrics.append(self.train_step([items[i] for i in part], "ebft"))
+            if not metrics[-1]["applied"]:
+                break  # the same completions would come again
+        return combine_updates(metrics, planned=len(plan))
 
     def branch_logprobs(self, items: Sequence[TrainItem], *, base: bool = False) -> list[Tensor]:
         """Log-probabilities (B,) of each tree's completions, float32 on the CPU.

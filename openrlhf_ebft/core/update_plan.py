@@ -31,9 +31,9 @@ def plan_updates(num_items: int, updates: int, mini_batches: int) -> list[list[i
     return [cut[update % parts] for update in range(updates)]
 
 
-def combine_updates(metrics: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Means over the updates of one batch, except for `LAST` and `SMALLEST`; a single update's as they are."""
-    if len(metrics) == 1:
+def combine_updates(metrics: Sequence[Mapping[str, float]], planned: int) -> dict[str, float]:
+    """Means over the updates of one batch, except for `LAST` and `SMALLEST`; if one was `planned`, its own values."""
+    if planned == 1:
         return dict(metrics[0])
     combined = {name: sum(update[name] for update in metrics) / len(metrics) for name in metrics[0]}
     combined |= {name: metrics[-1][name] for name in LAST}

@@ -23,12 +23,13 @@ from openrlhf_ebft.core.step_batch import StepCounts, TrainItem
 from openrlhf_ebft.core.tree_batch import TreeBatch
 from openrlhf_ebft.distributed.checkpoint_weights import ADAPTER_FOLDER, CHECKPOINT_TAG
 from openrlhf_ebft.distributed.deepspeed_config import deepspeed_config
-from openrlhf_ebft.distributed.device import communication_backend, local_device
+from openrlhf_ebft.distributed.device import local_device
 from openrlhf_ebft.distributed.ema import WeightAverage
 from openrlhf_ebft.distributed.full_tensors import full_adapters, full_weights, weight_specs
 from openrlhf_ebft.distributed.optimizer import build_optimizer, build_scheduler, keeping_settings
 from openrlhf_ebft.distributed.policy_features import PolicyBaseFeatures
 from openrlhf_ebft.distributed.policy_loading import load_policy
+from openrlhf_ebft.distributed.process_group import join_ranks
 from openrlhf_ebft.distributed.weight_sync import TensorSpec
 from openrlhf_ebft.models.lora import LoRAAdapters, require_same_adapters, save_adapters
 from openrlhf_ebft.models.policy import TreeLogprobs
@@ -82,8 +83,7 @@ class PolicyTrainer:
         """
         self.config = config
         self.device = local_device()
-        if not dist.is_initialized():
-            deepspeed.init_distributed(dist_backend=communication_backend(self.device))
+        join_ranks(self.device)
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         settings = deepspeed_config(config)
         policy = load_policy(config, settings, self.device)

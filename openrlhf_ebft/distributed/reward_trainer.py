@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch import nn
 from transformers import PreTrainedModel
 
-from openrlhf_ebft.distributed.device import communication_backend, local_device
+from openrlhf_ebft.distributed.device import local_device
+from openrlhf_ebft.distributed.process_group import join_ranks
 from openrlhf_ebft.rad.reward_examples import RewardExamples
 from openrlhf_ebft.rad.reward_loss import prefix_rewards
 from openrlhf_ebft.rad.reward_training import (
@@ -54,8 +55,7 @@ class DeepSpeedRewardTrainer(RewardTrainer):
         zero_stage: int,
     ) -> None:
         device = local_device()
-        if not dist.is_initialized():
-            deepspeed.init_distributed(dist_backend=communication_backend(device))
+        join_ranks(device)
         self.zero_stage = zero_stage
         model, self.tokenizer = build_reward_model(backbone, spec.seed)
         examples = RewardExamples(self.tokenizer, texts, labels, spec.max_length)

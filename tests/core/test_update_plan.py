@@ -28,8 +28,9 @@ def test_empty_plans_are_refused(sizes):
 def test_one_failed_update_shows():
     first = {"loss": 1.0, "applied": 1.0, "learning_rate": 0.1}
     second = {"loss": 3.0, "applied": 0.0, "learning_rate": 0.2}
-    assert combine_updates([first]) == first
-    assert combine_updates([first, second]) == {
+    assert combine_updates([first], planned=1) == first
+    assert combine_updates([first], planned=2) == {**first, "updates_applied": 1.0}
+    assert combine_updates([first, second], planned=2) == {
         "loss": 2.0,
         "applied": 0.0,
         "learning_rate": 0.2,
