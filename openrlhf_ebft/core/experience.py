@@ -37,6 +37,15 @@ class Reference:
         """(S,) int64 document of each token; zeros when there is only one."""
         return torch.zeros_like(self.token_ids) if self.document_ids is None else self.document_ids
 
+    @property
+    def positions(self) -> Tensor:
+        """(S,) int64 position ids, which restart at every document."""
+        documents = self.documents
+        index = torch.arange(documents.numel(), device=documents.device)
+        first = torch.ones_like(documents, dtype=torch.bool)
+        first[1:] = documents[1:] != documents[:-1]
+        return index - torch.cummax(torch.where(first, index, 0), 0).values
+
     def check(self) -> None:
         """Raises ValueError, with both numbers, when anchors, windows, masks or documents do not fit the tokens."""
         size, anchors, windows = self.token_ids.numel(), self.anchors, self.window_lengths

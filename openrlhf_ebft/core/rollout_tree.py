@@ -169,7 +169,7 @@ class RolloutTree:
     @cached_property
     def position_ids(self) -> Tensor:
         """(T,) positions restart at every document; branch token g has the position of reference token a, plus g."""
-        positions = _restarting_positions(self.reference.documents)
+        positions = self.reference.positions
         # An anchor behind the last token continues the last token's numbering.
         extended = torch.cat([positions, positions[-1:] + 1])
         return torch.cat([positions, extended[self.anchor_of_token] + self.step_of_token])
@@ -216,6 +216,11 @@ class RolloutTree:
         mask[query, key] = documents[query] == documents[key]
         return mask
 
+    def completions(self) -> list[list[Tensor]]:
+        """Token ids (g,) of every completion, [A][n]."""
+        parts = iter(self.branch_tokens.split(self.branch_lengths.flatten().tolist()))
+        return [[next(parts) for _ in range(self.num_samples)] for _ in range(self.num_anchors)]
+
     def branch_indices(self, branch: int) -> Tensor:
         """(a + g,) tree indices of one completion as an ordinary causal sequence: context, then its own tokens."""
         anchor = int(self.reference.anchors[branch // self.num_samples])
@@ -238,10 +243,3 @@ class RolloutTree:
         completion = (step >= 0) & (step < own[..., None])  # (A, n+1, L)
         valid, indices = completion | (step < 0), torch.where(step < 0, column, first[..., None] + step)
         return GroupGrid(indices.where(valid, 0), completion, valid)
-
-
-def _restarting_positions(documents: Tensor) -> Tensor:
-    index = torch.arange(documents.numel(), device=documents.device)
-    first = torch.ones_like(documents, dtype=torch.bool)
-    first[1:] = documents[1:] != documents[:-1]
-    return index - torch.cummax(torch.where(first, index, 0), 0).values

@@ -57,6 +57,9 @@ def _load_structured(
         side = heldout if is_heldout(row_hash, config.data.heldout_fraction) else train
         side.append(make_reference(name, turns, config.rollout))
     report.train_rows, report.heldout_rows = len(train), len(heldout)
+    if config.data.turns == "all":
+        for label, references in (("training", train), ("held-out", heldout)):
+            report.notes.append(f"{label}: {len(references)} chats, {_count_anchors(references)} assistant turns")
     return train, heldout, seen
 
 
@@ -78,11 +81,15 @@ def _load_strided(
     # An evaluation takes the first ones: they must not all be pieces of one document.
     heldout.sort(key=lambda reference: content_hash(reference.example_id, ""))
     for name, references in (("training", train), ("held-out", heldout)):
-        anchors = sum(reference.anchors.numel() for reference in references)
+        anchors = _count_anchors(references)
         report.notes.append(
             f"{name}: {len(references)} references of at most {data.sequence_length} tokens, {anchors} anchors"
         )
     return train, heldout, seen
+
+
+def _count_anchors(references: list[Reference]) -> int:
+    return sum(reference.anchors.numel() for reference in references)
 
 
 def _sequences(

@@ -69,6 +69,7 @@ def test_every_turn_continues_what_the_template_writes_before_it(load, closed_to
     assert torch.equal(reference.loss_mask, windows)
     assert reference.max_new_tokens.tolist() == [9, 8, 14]  # 1.5 times 6, 3 and 9, at least 8
     assert report.changed == {}
+    assert "training: 1 chats, 3 assistant turns" in report.summary()
 
 
 def test_the_last_turn_is_the_same_with_and_without_the_others(load, closed_tokenizer):
