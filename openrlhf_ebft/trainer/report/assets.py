@@ -33,7 +33,7 @@ svg { display: block; width: 100%; height: auto; overflow: visible; margin-top: 
 .tick { font-size: 12px; fill: var(--dim) } .end { text-anchor: end } .middle { text-anchor: middle }
 .grid { stroke: var(--grid) } .axis { stroke: var(--rule) }
 polyline { fill: none; stroke: var(--colour); stroke-linejoin: round; stroke-linecap: round }
-.line { stroke-width: 2 } .raw { stroke-width: 1; opacity: 0.3 }
+.line { stroke-width: 2 } .raw { stroke-width: 1; opacity: 0.22 }
 .held-out { stroke-width: 1.5; stroke-dasharray: 2 5; opacity: 0.8 }
 .point { fill: var(--card); stroke: var(--colour); stroke-width: 2 }
 .mark { stroke: var(--colour); stroke-dasharray: 4 4; opacity: 0.6 }
@@ -51,6 +51,7 @@ polyline { fill: none; stroke: var(--colour); stroke-linejoin: round; stroke-lin
 .scroll { overflow-x: auto } table { border-collapse: collapse; font-size: 14px; min-width: 100% }
 th, td { text-align: left; padding: 5px 12px 5px 0; border-bottom: 1px solid var(--rule); vertical-align: top }
 td { overflow-wrap: break-word; max-width: 34em } th { font-weight: 600; white-space: nowrap }
+td:first-child { min-width: 9em }
 td.number { font-variant-numeric: tabular-nums; white-space: nowrap }
 code, pre { font: 13px/1.45 ui-monospace, "SF Mono", Menlo, Consolas, "DejaVu Sans Mono", monospace }
 pre { background: var(--code); border-radius: 6px; padding: 9px 11px; margin: 4px 0 10px; white-space: pre-wrap;
@@ -66,7 +67,8 @@ pre { background: var(--code); border-radius: 6px; padding: 9px 11px; margin: 4p
   gap: 1px }
 .time0 { --colour: var(--time0) } .time1 { --colour: var(--time1) } .time2 { --colour: var(--time2) }
 .time3 { --colour: var(--time3) } .time4 { --colour: var(--time4) } .time5 { --colour: var(--time5) }
-.bar span { background: var(--colour) } .keys { display: flex; flex-wrap: wrap; gap: 4px 16px; font-size: 13px }
+.bar span { background: var(--colour) } .keys { display: flex; flex-wrap: wrap; gap: 4px 16px;
+  font-size: 13px; margin-bottom: 10px }
 .keys span { display: inline-flex; align-items: center; gap: 6px }
 .keys i { width: 11px; height: 11px; border-radius: 3px; background: var(--colour) }
 details { margin-top: 14px } summary { cursor: pointer; font-weight: 600 } details[open] summary { margin-bottom: 10px }

@@ -86,7 +86,8 @@ def panel_series(panel: Panel, runs: Sequence[RunData]) -> list[Series]:
             points = _points(run, phases, metric)
             if points:
                 held_out = phases == ("evaluation",)
-                found.append(Series(run.label, number, held_out, points, () if held_out else _average(points)))
+                parts = [] if held_out else [_points(run, (phase,), metric) for phase in phases]
+                found.append(Series(run.label, number, held_out, points, _averages(parts)))
     return found
 
 
@@ -105,12 +106,16 @@ def _points(run: RunData, phases: Sequence[str], metric: str | None) -> tuple[Po
     return tuple((step, value) for step, value in pairs if value is not None)
 
 
-def _average(points: Sequence[Point]) -> tuple[Point, ...]:
-    """Trailing mean over a twentieth of the points; nothing for short series."""
-    if len(points) < _SMOOTHED_FROM:
+def _averages(parts: Sequence[Sequence[Point]]) -> tuple[Point, ...]:
+    """Trailing means over a twentieth of all points, none across the border of two phases; nothing for short series."""
+    total = sum(len(part) for part in parts)
+    if total < _SMOOTHED_FROM:
         return ()
-    window = len(points) // 20
-    values = [value for _, value in points]
-    return tuple(
-        (step, sum(values[max(0, i + 1 - window) : i + 1]) / min(i + 1, window)) for i, (step, _) in enumerate(points)
-    )
+    window = total // 20
+    averages = []
+    for part in parts:
+        values = [value for _, value in part]
+        for i, (step, _) in enumerate(part):
+            recent = values[max(0, i + 1 - window) : i + 1]
+            averages.append((step, sum(recent) / len(recent)))
+    return tuple(averages)

@@ -95,7 +95,7 @@ def _warnings(run: RunData) -> Iterator[str]:
         yield "the last line of metrics.jsonl is incomplete and left out: the run was ended while it wrote"
     failed = sum(record.values.get("applied") == 0 for record in [*run.of_phase("sft"), *steps])
     if failed:
-        yield f"{failed} steps changed no weight, because loss or gradient was not finite"
+        yield f"steps that changed no weight, because something was not finite: {failed}"
     ratios = [value for record in steps if (value := record.values.get("completion/length_ratio")) is not None]
     outside = sum(not 0.5 <= ratio <= 2 for ratio in ratios)
     if outside:

@@ -70,8 +70,8 @@ def format_number(value: float) -> str:
         return "0"
     size = abs(value)
     if size >= 1e5 or size < 1e-3:
-        mantissa, exponent = f"{value:.1e}".split("e")
-        return f"{mantissa.removesuffix('.0')}e{int(exponent)}"
+        mantissa, exponent = f"{value:.2e}".split("e")
+        return f"{mantissa.rstrip('0').rstrip('.')}e{int(exponent)}"
     return f"{value:.3g}" if size < 1000 else f"{value:.0f}"
 
 

@@ -152,7 +152,7 @@ def test_warnings_name_what_went_wrong(tmp_path):
         file.write('{"step": 8, "phase": "eb')
     text = " ".join(parse(render_page(load_runs([folder]))).text)
     assert "in 1 of 5 EBFT steps" in text
-    assert "1 steps changed no weight" in text
+    assert "steps that changed no weight, because something was not finite: 1" in text
     assert "incomplete" in text
     assert "more than half of the completions repeat" in text
 
@@ -167,6 +167,12 @@ def test_long_series_get_a_moving_average(tmp_path):
     assert len(line.average) == 100
     assert line.average[0] == (3, 3.5)
     assert line.average[-1] == (102, pytest.approx(102.5 - 2))  # mean of the last five: two steps behind
+
+
+def test_averages_stay_within_their_phase(tmp_path):
+    run = load_run(write_run(tmp_path / "one", steps=100))
+    (line,) = panel_series(Panel("t", "", "time/step_s"), [run])
+    assert line.average[:3] == ((1, 1.0), (2, 1.0), (3, 4.0))
 
 
 def test_repeated_step_counts_once(tmp_path):
@@ -231,6 +237,7 @@ def test_command_writes_where_it_says(tmp_path, capsys, monkeypatch):
         (0.0, "0"),
         (1e-17, "0"),
         (1.5e-6, "1.5e-6"),
+        (1.05e-6, "1.05e-6"),
         (0.123456, "0.123"),
         (12345.6, "12346"),
         (2e7, "2e7"),
