@@ -24,6 +24,7 @@ def make_config(
     model: Path,
     *,
     zero_stage: int = 0,
+    offload_optimizer: bool = False,
     micro_batch_size: int = 1,
     max_tokens: int | None = None,
     dtype: str = "float32",
@@ -52,7 +53,7 @@ def make_config(
             "schedule": "linear",
             "warmup_steps": 1,
         },
-        deepspeed={"zero_stage": zero_stage},
+        deepspeed={"zero_stage": zero_stage, "offload_optimizer": offload_optimizer},
     )
 
 
