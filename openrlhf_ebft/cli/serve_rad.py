@@ -57,12 +57,14 @@ def serve(config: ServingConfig) -> int:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, ask_to_stop)
         say(f"serving {config.model_name} at {server.url} (reward models: {', '.join(config.reward_models)})")
-        while not stop.wait(_LOOK_S):
-            if server.is_failed():
-                raise ServerError("Ray Serve has given the server up; its log tells more")
-        say("stopping: new requests are refused")
-        finished = server.drain(say)
-        server.stop()
+        try:
+            while not stop.wait(_LOOK_S):
+                if server.is_failed():
+                    raise ServerError("Ray Serve has given the server up; its log tells more")
+            say("stopping: new requests are refused")
+            finished = server.drain(say)
+        finally:
+            server.stop()
     except ServerError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

@@ -11,6 +11,7 @@ from typing import Any
 
 import ray
 from ray import serve
+from ray.serve.exceptions import DeploymentUnavailableError
 from ray.serve.schema import ApplicationStatus
 
 from openrlhf_ebft.config.errors import UserError
@@ -19,6 +20,7 @@ from openrlhf_ebft.serving.front import SETTING
 
 APPLICATION = "rad"
 _LOOK_S = 0.2
+_ANSWER_S = 10.0  # limit for replicas to answer a question about themselves, in seconds
 _PASSED_ON = ("HF_HUB_OFFLINE", "HF_HOME")
 
 
@@ -50,9 +52,17 @@ class RunningServer:
         return application is None or application.status in (ApplicationStatus.DEPLOY_FAILED,)
 
     def drain(self, say: Callable[[str], None]) -> bool:
+        """As `_drain`; a replica that does not answer counts as one that could not finish."""
+        try:
+            return self._drain(say)
+        except TimeoutError:
+            say(f"a replica did not answer within {_ANSWER_S:g} s")
+            return False
+
+    def _drain(self, say: Callable[[str], None]) -> bool:
         """Refuses new requests with 503 and waits for the running ones; False when replicas.drain_s was too short."""
         end = time.monotonic() + self.config.replicas.drain_s
-        self._handle.broadcast("drain").results()
+        self._ask("drain")
         running = self._running()
         if running:
             say(f"finishing {running} running requests (limit: replicas.drain_s = {self.config.replicas.drain_s:g} s)")
@@ -62,11 +72,22 @@ class RunningServer:
         return not running
 
     def stop(self) -> None:
-        """Ends the application and Ray Serve on this cluster."""
-        serve.shutdown()
+        """Ends the application; Ray Serve too, unless it runs other applications on a shared cluster."""
+        if set(serve.status().applications) - {APPLICATION}:
+            serve.delete(APPLICATION)
+        else:
+            serve.shutdown()
 
     def _running(self) -> int:
-        return sum(self._handle.broadcast("running").results())
+        return sum(self._ask("running"))
+
+    def _ask(self, method: str) -> list[Any]:
+        """Answers of the replicas that live; those that are dead or starting answer no requests either."""
+        try:
+            answers = self._handle.broadcast(method).results(timeout_s=_ANSWER_S, return_exceptions=True)
+        except DeploymentUnavailableError:
+            return []
+        return [answer for answer in answers if not isinstance(answer, BaseException)]
 
 
 def start_server(config: ServingConfig, key_digests: Sequence[bytes]) -> RunningServer:
@@ -80,7 +101,8 @@ def start_server(config: ServingConfig, key_digests: Sequence[bytes]) -> Running
 
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     http = config.http
-    _require_free(http.host, http.port)
+    if not any(actor["namespace"] == "serve" for actor in ray.util.list_named_actors(all_namespaces=True)):
+        _require_free(http.host, http.port)
     serve.start(http_options={"host": http.host, "port": http.port, "request_timeout_s": None})
     deployment = serve.deployment(RADServer).options(**deployment_options(config))
     try:

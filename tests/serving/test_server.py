@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import itertools
 import json
 import os
@@ -21,6 +20,8 @@ from openai import AuthenticationError, OpenAI
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from openrlhf_ebft.rad import RAD
+from openrlhf_ebft.trainer.manifests import Manifest, write_manifest
+from openrlhf_ebft.trainer.state import TrainerState
 from tests.serving.conftest import KEY, Server, stream_events
 from tests.serving.malformed import malformed_requests
 from tests.tiny_models import tiny_llama
@@ -97,7 +98,7 @@ def test_a_stream_joined_is_the_whole_answer(server, rad):
     text = "".join(choice["text"] for event in events for choice in event["choices"])
     whole = server.complete(**body)
     assert text == whole["choices"][0]["text"]
-    assert events[-1]["usage"] == whole["usage"]
+    assert events[-1]["usage"]["completion_tokens"] == whole["usage"]["completion_tokens"]
 
 
 @pytest.mark.parametrize("streamed", [False, True])
@@ -370,8 +371,9 @@ def test_newer_weights_are_swapped_in_between_requests(server):
     for asker in askers:
         asker.start()
     time.sleep(0.5)
-    half_written(server.folder / "run" / "checkpoints" / "step-9")
-    write_checkpoint(server.folder / "run" / "checkpoints" / "step-3", newer)
+    checkpoints = server.folder / "run" / "checkpoints"
+    write_checkpoint(checkpoints / "step-3", newer)
+    write_checkpoint(checkpoints / "step-9", tiny_llama(server.folder / "cut", seed=78), cut=True)
     server.wait_until(lambda: served_weights(server).startswith("step-3@"))
     time.sleep(0.5)
     stop.set()
@@ -390,24 +392,16 @@ def served_weights(server: Server) -> str:
     return httpx.get(f"{server.url}/v1/models", headers=server.headers, timeout=60).json()["weights"]
 
 
-def write_checkpoint(folder, model) -> None:
-    """A checkpoint as the trainer writes it: DeepSpeed's file of whole weights, a manifest, one rename."""
+def write_checkpoint(folder, model, *, cut: bool = False) -> None:
+    """A checkpoint as the trainer leaves it: DeepSpeed's file of whole weights (half of it if `cut`), the manifest."""
     aside = folder.with_name(folder.name + ".partial")
     states = aside / "trainer" / "deepspeed" / "mp_rank_00_model_states.pt"
     states.parent.mkdir(parents=True)
     torch.save({"module": {f"model.{name}": tensor for name, tensor in model.state_dict().items()}}, states)
-    digest = hashlib.sha256(states.read_bytes()).hexdigest()
-    record = {str(states.relative_to(aside)): {"bytes": states.stat().st_size, "sha256": digest}}
-    (aside / "manifest.json").write_text(json.dumps({"files": record, "state": {}}))
+    write_manifest(aside, Manifest(TrainerState(), config={}, libraries={}, evaluation={}))
+    if cut:
+        os.truncate(states, states.stat().st_size // 2)
     aside.rename(folder)
-
-
-def half_written(folder) -> None:
-    states = folder / "trainer" / "deepspeed" / "mp_rank_00_model_states.pt"
-    states.parent.mkdir(parents=True)
-    states.write_bytes(b"half")
-    record = {str(states.relative_to(folder)): {"bytes": 1000, "sha256": "0"}}
-    (folder / "manifest.json").write_text(json.dumps({"files": record}))
 
 
 def test_weights_that_do_not_fit_are_left_alone(server):
