@@ -58,6 +58,8 @@ def engine_arguments(config: RolloutConfig, on_cpu: bool) -> dict[str, Any]:
         return arguments | {
             "gpu_memory_utilization": config.gpu_memory_utilization,
             "enable_sleep_mode": bool(config.sleep),
+            # Inside a placement group vLLM would take Ray's executor and ask for more GPUs than the actor has.
+            "distributed_executor_backend": "mp" if config.tensor_parallel_size > 1 else "uni",
         }
     if config.block_size % CPU_BLOCK:
         raise ValueError(

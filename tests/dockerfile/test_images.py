@@ -76,6 +76,13 @@ def test_the_build_context_holds_what_is_copied(name):
             assert any(Path(source).is_relative_to(folder) for folder in kept), source
 
 
+def test_files_beside_the_code_are_installed_with_it():
+    """An image copies the package, it does not link to a clone: what is not Python must be named in setup.py."""
+    others = {path.name for path in (ROOT / "openrlhf_ebft").rglob("*") if path.is_file() and ".py" not in path.suffix}
+    text = (ROOT / "setup.py").read_text()
+    assert others and all(f'"{name}"' in text for name in others)
+
+
 @pytest.mark.parametrize("name", ["entrypoint.sh", "healthcheck.sh"])
 def test_shellcheck_finds_nothing(name):
     done = subprocess.run([BIN / "shellcheck", FOLDER / name], capture_output=True, text=True)
