@@ -8,7 +8,13 @@ import pytest
 import torch
 from torch import nn
 
-from openrlhf_ebft.core.cpu_linear import OneDNNLinear, has_onednn_linear, use_onednn_linears
+from openrlhf_ebft.core.cpu_linear import (
+    OneDNNLinear,
+    PackedLinear,
+    has_onednn_linear,
+    pack_linears,
+    use_onednn_linears,
+)
 
 pytestmark = pytest.mark.skipif(not has_onednn_linear(), reason="this processor or PyTorch has no such kernel")
 
@@ -65,3 +71,34 @@ def test_other_precisions_and_subclasses_are_left_alone():
     with torch.autocast("cpu", torch.bfloat16):
         assert model[0](values).dtype == torch.bfloat16
     assert model[0].bfloat16()(values.bfloat16()).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(1, 64), (3, 5, 64), (2, 200, 64), (0, 64)])
+def test_packed_layers_give_the_plain_layers_numbers(dtype, shape):
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(64, 96), nn.Linear(96, 64, bias=False)).to(dtype)
+    packed = copy.deepcopy(plain)
+    assert pack_linears(packed) == 2
+    values = torch.randn(shape, dtype=dtype)
+    with torch.no_grad():
+        exact = nn.Sequential(*(copy.deepcopy(layer).double() for layer in plain))(values.double())
+        tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+        torch.testing.assert_close(packed(values).double(), exact, atol=tolerance, rtol=tolerance)
+
+
+def test_small_heads_and_other_precisions_are_not_packed():
+    model = nn.ModuleDict({"head": nn.Linear(64, 2), "other": nn.Linear(64, 96).half(), "body": nn.Linear(64, 96)})
+    assert pack_linears(model) == 1
+    assert [name for name, layer in model.items() if isinstance(layer, PackedLinear)] == ["body"]
+
+
+def test_a_packed_layer_says_what_it_cannot_do():
+    layer = nn.Sequential(nn.Linear(64, 96))
+    pack_linears(layer)
+    with pytest.raises(RuntimeError, match=r"packed in torch.float32 for the CPU got torch.bfloat16"):
+        layer(torch.zeros(2, 64, dtype=torch.bfloat16))
+    with pytest.raises(RuntimeError, match="no gradients"):
+        layer(torch.zeros(2, 64, requires_grad=True))
+    with pytest.raises(RuntimeError, match="cannot be saved"):
+        layer.state_dict()
