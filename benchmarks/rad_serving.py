@@ -3,8 +3,8 @@
     python benchmarks/rad_serving.py --model MODEL_FOLDER --output rad_serving.json
 
 Greedy, k = 20, a random reward model of the language model's own architecture and size, N equal prompts at once. Every
-(path, N) pair runs in a process of its own; rows are added to the output file, so the table can be measured in pieces
-(`--path`, `--concurrency`) and is printed from all of them. The stateless path decodes and encodes every candidate, as
+path runs in a process of its own; rows are added to the output file, so the table can be measured in pieces (`--path`,
+`--concurrency`) and is printed from all of them. The stateless path decodes and encodes every candidate, as
 public code does; its time is summed from measured steps at five lengths (see rad.py). The floor of a reward step is one
 forward of the reward model over N * k tokens, each a row of its own: nothing but the candidates, no prefix.
 """
@@ -23,6 +23,8 @@ from pathlib import Path
 
 import torch
 from rad import BETA, PROMPT, TOP_K, build_models, make_processor, stateless_by_steps, time_generate
+
+from openrlhf_ebft.core.cpu_linear import pack_linears
 
 PATHS = ("vllm", "vllm-rad", "generate-cached", "generate-stateless")
 CONCURRENCY = (1, 8, 32)
@@ -74,6 +76,7 @@ def run_engine(args: argparse.Namespace) -> list[dict]:
     with tempfile.TemporaryDirectory() as folder, torch.compiler.set_stance("force_eager"):
         reward.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
+        pack_linears(reward)  # as the engine does
         engine = start_engine(args, Path(folder))
 
         def generate(count: int, new: int) -> float:
@@ -106,6 +109,8 @@ def run_generate(args: argparse.Namespace) -> list[dict]:
     """All concurrencies of one `generate()` path."""
     lm, reward, tokenizer = build_models(args.model, "same", getattr(torch, args.dtype))
     kind = args.path.removeprefix("generate-")
+    if kind == "cached":
+        pack_linears(reward)  # as RAD.steer() does
     ids = tokenizer(PROMPT, return_tensors="pt").input_ids
     rows = []
     for count in args.concurrency:
@@ -160,12 +165,11 @@ def main() -> None:
         return
     rows = json.loads(args.output.read_text()) if args.output.exists() else []
     for path in args.path:
-        for count in args.concurrency:
-            command = [sys.executable, __file__, *sys.argv[1:], "--here", "--path", path, "--concurrency", str(count)]
-            done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-            new = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"path"')]
-            rows = [row for row in rows if (row["path"], row["concurrency"]) != (path, count)] + new
-            args.output.write_text(json.dumps(rows, indent=1))
+        command = [sys.executable, __file__, *sys.argv[1:], "--here", "--path", path]
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+        new = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"path"')]
+        rows = [row for row in rows if row["path"] != path or row["concurrency"] not in args.concurrency] + new
+        args.output.write_text(json.dumps(rows, indent=1))
     print_table(rows)
 
 

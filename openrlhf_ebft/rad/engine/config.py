@@ -60,8 +60,6 @@ class RADEngineConfig(Section):
             raise ValueError(
                 'RAD needs its reward models: additional_config={"rad": {"reward_models": {"NAME": {"path": ...}}}}'
             )
-        if isinstance(entry, cls):
-            return entry
         try:
             return cls.model_validate(entry)
         except ValidationError as fault:

@@ -21,7 +21,7 @@ from openrlhf_ebft.rad.tree_inputs import AttentionWindows
 from openrlhf_ebft.rad.values import StepContext, extract_score
 
 # Attention sees a multiple of this many blocks, so that few different shapes occur.
-_TABLE_STEP = 4
+_TABLE_STEP = 2
 
 
 @dataclass
