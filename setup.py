@@ -58,7 +58,8 @@ setup(
         **TASKS,
         "comet": ["unbabel-comet>=2.2,<3"],
         "wandb": ["wandb>=0.20,<1"],
-        "dev": [*chain.from_iterable(TASKS.values()), 
+        "dev": [
+            *chain.from_iterable(TASKS.values()),
             "pytest>=9,<10",
             "pytest-timeout>=2.4,<3",
             "ruff==0.17.6",

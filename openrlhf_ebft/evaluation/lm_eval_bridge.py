@@ -60,7 +60,7 @@ def run_lm_eval(
 
 
 def _task_manager(tasks: Sequence[str], include: str | None) -> Any:
-    """Knows all `tasks`; reads lm-eval's own thousands of task files only when they are needed, which takes a minute."""
+    """Knows all `tasks`; reads lm-eval's own task files only when they are needed, which takes a minute."""
     from lm_eval.tasks import TaskManager
 
     if include is not None:
