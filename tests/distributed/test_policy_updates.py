@@ -138,7 +138,7 @@ def test_ratios_begin_at_one_and_clipping_sets_in(folder, name):
         assert first["policy/update_kl"] == first["policy/clipped_share"] == 0.0
         assert first["policy/ratio"] == pytest.approx(1.0, abs=1e-6)
         for update in later:
-            assert update["policy/update_kl"] > 0 and 0 < update["policy/clipped_share"] <= 1
+            assert update["policy/update_kl"] > 0 and 0 < update["policy/clipped_share"] < 1.001
             # Sampler and policy at rollout time stay what they were.
             for key in ("tis/ratio", "tis/capped_share", "sampler_kl"):
                 assert update[key] == pytest.approx(first[key])
