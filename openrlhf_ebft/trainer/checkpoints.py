@@ -45,13 +45,15 @@ class Checkpoint:
 class CheckpointStore:
     """Writes, finds and thins out the checkpoints of one run."""
 
-    def __init__(self, folder: Path, config: EBFTConfig, say: Callable[[str], None]) -> None:
+    def __init__(self, folder: Path, config: EBFTConfig, say: Callable[[str], None], data: str = "") -> None:
         """
         Args:
             folder: the run's checkpoint folder, reachable from all ranks.
             config: the run's configuration, for the manifests.
             say: takes a line about what was saved, passed over or left out.
+            data: `data_fingerprint` of the training rows, for the manifests; not needed to read.
         """
+        self._data = data
         self.folder = folder
         self._config = config
         self._settings: CheckpointConfig = config.checkpoint
@@ -81,7 +83,7 @@ class CheckpointStore:
         target = self.folder / f"step-{state.step}"
         problem = self._lack_of_room(bytes_needed)
         if problem is None:
-            problem = self._write(target, Manifest.of(state, self._config, evaluation), save_trainer)
+            problem = self._write(target, Manifest.of(state, self._config, evaluation, self._data), save_trainer)
         if problem is not None:
             return self._left_out(target, problem)
         checkpoint = Checkpoint(target, read_manifest(target))

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from openrlhf_ebft.config.sections import EBFTConfig
+from openrlhf_ebft.core.experience import Reference
 from openrlhf_ebft.data.batches import DataCursor
 from openrlhf_ebft.trainer.state import TrainerState
 
@@ -29,11 +33,12 @@ class Manifest:
     config: dict[str, Any]  # resolved configuration, by section
     libraries: dict[str, str]  # versions
     evaluation: dict[str, float | None]  # held-out values of these very weights, empty when they were not evaluated
+    data: str = ""  # `data_fingerprint` of the training rows
 
     @classmethod
-    def of(cls, state: TrainerState, config: EBFTConfig, evaluation: dict[str, float | None]) -> Manifest:
+    def of(cls, state: TrainerState, config: EBFTConfig, evaluation: dict[str, float | None], data: str) -> Manifest:
         """Describes a checkpoint that this process is about to write."""
-        return cls(state, config.model_dump(mode="json"), library_versions(), evaluation)
+        return cls(state, config.model_dump(mode="json"), library_versions(), evaluation, data)
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
@@ -45,6 +50,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
         "config_sha256": _digest(manifest.config),
         "libraries": manifest.libraries,
         "evaluation": manifest.evaluation,
+        "data_sha256": manifest.data,
         "files": {str(f.relative_to(folder)): {"bytes": f.stat().st_size, "sha256": _sha256(f)} for f in files},
     }
     content["sha256"] = _digest(content)
@@ -60,6 +66,7 @@ def read_manifest(folder: Path) -> Manifest:
         content["config"],
         content["libraries"],
         content["evaluation"],
+        content["data_sha256"],
     )
 
 
@@ -73,6 +80,15 @@ def check_files(folder: Path) -> None:
             raise DamagedCheckpoint(f"{name} has {file.stat().st_size} bytes, written were {expected['bytes']}")
         if _sha256(file) != expected["sha256"]:
             raise DamagedCheckpoint(f"{name} has other content than was written")
+
+
+def data_fingerprint(references: Iterable[Reference]) -> str:
+    """SHA-256 of the references' token ids and anchors, in order."""
+    digest = hashlib.sha256()
+    for reference in references:
+        for part in (reference.token_ids, reference.anchors):
+            digest.update(part.to(torch.int64).numpy().tobytes() + b"|")
+    return digest.hexdigest()
 
 
 def library_versions() -> dict[str, str]:

@@ -27,6 +27,7 @@ from openrlhf_ebft.trainer.console import Console, comparison_table
 from openrlhf_ebft.trainer.ebft_trainer import EBFTTrainer, NonFiniteSteps
 from openrlhf_ebft.trainer.evaluation import EvaluationResult, compare, evaluate
 from openrlhf_ebft.trainer.interrupts import Interrupts
+from openrlhf_ebft.trainer.manifests import data_fingerprint
 from openrlhf_ebft.trainer.model_checks import check_sizes, read_models
 from openrlhf_ebft.trainer.recovery import carried_through
 from openrlhf_ebft.trainer.report import write_report
@@ -113,6 +114,11 @@ def _resume(
         console.say(note)
     check_trackers(config)
     run = prepare_run(config, console)
+    if data_fingerprint(run.train) != checkpoint.manifest.data and not allow_change:
+        raise UserError(
+            f"the training rows of data.path = {config.data.path} are not those of {checkpoint.path}: put them back, "
+            "or add --allow-config-change to go on with the new rows"
+        )
     folder.replace_config(config, checkpoint.state.step)
     return _train(run, folder, checkpoint, console)
 
@@ -128,7 +134,7 @@ def _train(run: PreparedRun, folder: RunDirectory, checkpoint: Checkpoint | None
             if checkpoint is not None:
                 trainer.resume(checkpoint)
                 trainer.rewind_records()
-            store = CheckpointStore(folder.checkpoints, run.config, console.say)
+            store = CheckpointStore(folder.checkpoints, run.config, console.say, data_fingerprint(run.train))
             after = carried_through(trainer, store, lambda: _to_the_end(run, trainer, folder, store, interrupts))
         if after is not None:
             _show_results(run, folder, EvaluationResult.load(folder.first_evaluation), after, console)

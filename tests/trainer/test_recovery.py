@@ -124,6 +124,13 @@ def test_a_changed_configuration_is_refused_unless_allowed(folder):
     assert code == 2, output
     assert "policy.num_ranks: 1 in the checkpoint, now 2" in output and "deepspeed.zero_stage: 0" in output
     assert (run / "config.yaml").read_text() == (folder / "runs" / "straight" / "config.yaml").read_text()
+    fewer = folder / "fewer.jsonl"
+    fewer.write_text("".join((folder / "pairs.jsonl").read_text().splitlines(keepends=True)[:-4]))
+    shutil.copy(folder / "pairs.jsonl", folder / "all.jsonl")
+    shutil.copy(fewer, folder / "pairs.jsonl")
+    code, output = runs.run("train", config, "--resume", "auto")
+    assert code == 2 and "the training rows of data.path" in output, output
+    shutil.copy(folder / "all.jsonl", folder / "pairs.jsonl")
     code, output = runs.run("train", config, "--resume", str(run), *change, "--allow-config-change")
     assert code == 0, output
     before, after = runs.read_metrics(folder, "straight"), runs.read_metrics(folder, "changed")
