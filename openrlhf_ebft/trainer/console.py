@@ -85,6 +85,10 @@ def _step_parts(metrics: dict[str, float | None]) -> Iterator[str]:
             f"repeated {_percent(metrics['completion/duplicate_share'])}"
         )
     yield f"ce {text('ce_loss')}"
+    if "kl" in metrics:
+        yield f"kl {text('kl')}"
+    if "policy/clipped_share" in metrics:
+        yield f"clipped {_percent(metrics['policy/clipped_share'])}"
     yield f"grad {text('grad_norm', 2)}"
     if metrics.get("applied") == 0:
         yield "NOT APPLIED"
