@@ -18,7 +18,8 @@ def main(argv: Sequence[str]) -> int:
         raise UserError(f"--dtype {arguments.dtype} is for merged weights: add --merge, or leave it out")
     from openrlhf_ebft.trainer.export import export_model
 
-    export_model(arguments.source, arguments.out, merge=arguments.merge, dtype=arguments.dtype, say=print)
+    options = {"merge": arguments.merge, "dtype": arguments.dtype, "averaged": arguments.ema}
+    export_model(arguments.source, arguments.out, say=print, **options)
     print(arguments.out)
     return 0
 
@@ -42,6 +43,11 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         help="add LoRA adapters to the base model's weights, which gives a plain Hugging Face model; without it, "
         "adapters stay adapters",
+    )
+    parser.add_argument(
+        "--ema",
+        action="store_true",
+        help="the moving average of the weights (policy.ema_decay) instead of the last ones",
     )
     parser.add_argument(
         "--dtype",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -9,6 +10,7 @@ from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoin
 from torch import Tensor
 
 from openrlhf_ebft.config.sections import EBFTConfig
+from openrlhf_ebft.distributed.ema import read_average
 from openrlhf_ebft.models.loading import DTYPES, load_causal_lm
 
 CHECKPOINT_TAG = "deepspeed"
@@ -18,13 +20,14 @@ ADAPTER_FOLDER = "adapter"
 _MODEL = "model."  # the policy's name for its language model
 
 
-def save_checkpoint_model(folder: Path, config: EBFTConfig, out: Path) -> None:
+def save_checkpoint_model(folder: Path, config: EBFTConfig, out: Path, *, averaged: bool = False) -> None:
     """Writes the model of a checkpoint in which all weights train, in Hugging Face format and model.dtype.
 
     Args:
         folder: what `PolicyTrainer.save_checkpoint` wrote.
         config: of the run.
         out: existing folder.
+        averaged: take the moving average of the weights (policy.ema_decay).
     Raises:
         ValueError: the checkpoint lacks weights of the model at model.path.
     """
@@ -33,14 +36,14 @@ def save_checkpoint_model(folder: Path, config: EBFTConfig, out: Path) -> None:
         dtype=DTYPES[config.model.dtype],
         trust_remote_code=config.model.trust_remote_code,
     )
-    state = _state(folder)
+    state = _without_prefix(read_average(folder)) if averaged else _state(folder)
     own = dict(model.named_parameters())  # tied weights once
     missing = sorted(own.keys() - state.keys())
     if missing:
         raise ValueError(f"{folder} lacks {len(missing)} weights of {config.model.path}, first {missing[0]}")
     with torch.no_grad():
         for name, parameter in own.items():
-            parameter.copy_(state[name])
+            parameter.copy_(state[name].view_as(parameter))
     model.save_pretrained(out)
 
 
@@ -51,4 +54,8 @@ def _state(folder: Path) -> dict[str, Tensor]:
         state = torch.load(whole, map_location="cpu", weights_only=True)["module"]
     else:
         state = get_fp32_state_dict_from_zero_checkpoint(str(folder), CHECKPOINT_TAG)
+    return _without_prefix(state)
+
+
+def _without_prefix(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name.removeprefix(_MODEL): tensor for name, tensor in state.items()}

@@ -7,7 +7,7 @@ pieces of ceil(N / ranks).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import torch
@@ -75,20 +75,20 @@ class WeightAverage:
 
         Raises RuntimeError when a file is missing or holds other parameters.
         """
-        with _open(_file(folder, 0)) as file:
-            world_size = int(file.metadata()["world_size"])
-        parts: dict[str, list[Tensor]] = {name: [] for name in self._pieces}
-        for rank in range(world_size) if world_size != self._world_size else [self._rank]:
-            with _open(_file(folder, rank)) as file:
-                if set(file.keys()) != set(parts):
-                    raise RuntimeError(f"{_file(folder, rank)} averages other parameters than those that train now")
-                for name in parts:
-                    parts[name].append(file.get_tensor(name))
-        for name, tensors in parts.items():
-            values = torch.cat(tensors)
-            if world_size != self._world_size:
-                values = self._pieces[name].cut(values)
-            self._average[name].copy_(values)
+        is_own = _world_size(folder) == self._world_size
+        found = _read(folder, [self._rank]) if is_own else read_average(folder)
+        if set(found) != set(self._pieces):
+            raise RuntimeError(f"{folder} averages other parameters than those that train now")
+        for name, values in found.items():
+            self._average[name].copy_(values if is_own else self._pieces[name].cut(values))
+
+
+def read_average(folder: Path) -> dict[str, Tensor]:
+    """The averages in `folder`, each whole and flat, under the parameters' names in the trainer, float32.
+
+    Raises RuntimeError when a file is missing.
+    """
+    return _read(folder, range(_world_size(folder)))
 
 
 class _Piece:
@@ -135,6 +135,20 @@ class _Piece:
 
 def _file(folder: Path, rank: int) -> Path:
     return folder / f"average-rank-{rank}.safetensors"
+
+
+def _world_size(folder: Path) -> int:
+    with _open(_file(folder, 0)) as file:
+        return int(file.metadata()["world_size"])
+
+
+def _read(folder: Path, ranks: Iterable[int]) -> dict[str, Tensor]:
+    parts: dict[str, list[Tensor]] = {}
+    for rank in ranks:
+        with _open(_file(folder, rank)) as file:
+            for name in list(file.keys()):
+                parts.setdefault(name, []).append(file.get_tensor(name))
+    return {name: torch.cat(tensors) for name, tensors in parts.items()}
 
 
 def _open(path: Path) -> safe_open:

@@ -20,7 +20,7 @@ from openrlhf_ebft.models.loading import DTYPES
 from openrlhf_ebft.models.lora import adapter_base, is_adapter_folder, load_merged
 from openrlhf_ebft.trainer.checkpoints import TRAINER, CheckpointStore
 from openrlhf_ebft.trainer.manifests import MANIFEST, DamagedCheckpoint, check_files, read_manifest
-from openrlhf_ebft.trainer.run_directory import RunDirectory, written_aside
+from openrlhf_ebft.trainer.run_directory import PARTIAL, RunDirectory, written_aside
 
 Say = Callable[[str], None]
 
@@ -32,9 +32,10 @@ class Source:
     folder: Path
     config: EBFTConfig | None  # of the checkpoint's run; None: a folder as a run leaves it
     is_adapter: bool
+    averaged: bool = False  # of a checkpoint: the moving average of the weights
 
 
-def export_model(source: Path, out: Path, *, merge: bool, dtype: str | None, say: Say) -> None:
+def export_model(source: Path, out: Path, *, merge: bool, dtype: str | None, say: Say, averaged: bool = False) -> None:
     """Writes `out`, complete or not at all.
 
     Args:
@@ -43,49 +44,60 @@ def export_model(source: Path, out: Path, *, merge: bool, dtype: str | None, say
         merge: put adapters into the base model's weights, which gives a plain model.
         dtype: of a merged model's weights; None: that of the base model's files.
         say: takes a line about what is exported.
+        averaged: export the moving average of the weights (policy.ema_decay) instead.
     Raises:
         UserError: `source` holds nothing to export or is damaged, `out` is taken, or adapters do not fit their base.
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"{out} exists: choose another --out, or remove it")
-    found = find_source(source, say)
+    found = find_source(source, say, averaged=averaged)
     try:
         with written_aside(out) as aside:
             _write(found, aside, merge=merge, dtype=dtype)
     except (ValueError, FileNotFoundError) as error:
-        shutil.rmtree(out.with_name(out.name + ".partial"), ignore_errors=True)
+        shutil.rmtree(out.with_name(out.name + PARTIAL), ignore_errors=True)
         raise UserError(str(error)) from error
 
 
-def find_source(source: Path, say: Say) -> Source:
+def find_source(source: Path, say: Say, *, averaged: bool = False) -> Source:
     """Finds what `export_model` exports. Raises UserError."""
     if (source / MANIFEST).is_file():
-        return _of_checkpoint(source)
+        return _of_checkpoint(source, averaged)
     run = RunDirectory(source)
     if run.config.is_file():
-        if run.model.is_dir():
-            say(f"the final model of {source}")
-            return Source(run.model, None, is_adapter_folder(run.model))
+        model = run.averaged_model if averaged else run.model
+        if model.is_dir():
+            say(f"the final model of {source}{' (averaged weights)' if averaged else ''}")
+            return Source(model, None, is_adapter_folder(model))
         config = run.saved_config()
         checkpoint = CheckpointStore(run.checkpoints, config, say).newest()
         if checkpoint is None:
             raise UserError(f"{source} holds neither a final model nor a complete checkpoint")
-        say(f"{checkpoint.path}: the run has no final model yet")
-        return _of_checkpoint(checkpoint.path)
+        say(f"{checkpoint.path}: the run has no final {'averaged ' if averaged else ''}model")
+        return _of_checkpoint(checkpoint.path, averaged)
+    if averaged:
+        raise UserError(f"{source}: averaged weights are in run directories and checkpoints alone")
     if is_adapter_folder(source) or (source / "config.json").is_file():
         return Source(source, None, is_adapter_folder(source))
     raise UserError(f"{source}: is no run directory, checkpoint, model or adapter folder")
 
 
-def _of_checkpoint(path: Path) -> Source:
+def _of_checkpoint(path: Path, averaged: bool) -> Source:
     try:
         check_files(path)
         config = EBFTConfig.model_validate(read_manifest(path).config)
     except DamagedCheckpoint as error:
         raise UserError(f"{path}: {error}") from None
+    if averaged and (config.policy.ema_decay is None or config.lora.is_on):
+        cause = (
+            "averages adapters; set policy.export_ema, then its run writes them"
+            if config.lora.is_on
+            else ("was written without policy.ema_decay: there are no averaged weights")
+        )
+        raise UserError(f"{path} {cause}")
     if config.lora.is_on:
         return Source(path / TRAINER / ADAPTER_FOLDER, config, True)
-    return Source(path / TRAINER, config, False)
+    return Source(path / TRAINER, config, False, averaged)
 
 
 def _write(source: Source, out: Path, *, merge: bool, dtype: str | None) -> None:
@@ -96,7 +108,7 @@ def _write(source: Source, out: Path, *, merge: bool, dtype: str | None) -> None
         _tokenizer_of(source).save_pretrained(out)
         return
     if source.config is not None and not source.is_adapter:
-        save_checkpoint_model(source.folder, source.config, out)
+        save_checkpoint_model(source.folder, source.config, out, averaged=source.averaged)
     else:
         shutil.copytree(source.folder, out, dirs_exist_ok=True)
     if source.config is not None:
