@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import resource
 import socket
 import subprocess
 import sys
@@ -160,6 +161,18 @@ def test_no_network(without):
 def test_other_processes_cannot_be_signalled(target, without):
     code = f"import os, signal; os.kill({target}, signal.SIGKILL)"
     assert run_program(attempt(code), QUICK, without=without).outcome == "passed"
+
+
+@every_layering
+def test_other_processes_keep_their_limits_and_priority(without):
+    before = resource.getrlimit(resource.RLIMIT_NOFILE), os.getpriority(os.PRIO_PROCESS, 0)
+    for code in (
+        f"import resource; resource.prlimit({os.getpid()}, resource.RLIMIT_NOFILE, (3, 3))",
+        f"import os; os.setpriority(os.PRIO_PROCESS, {os.getpid()}, 19)",
+        f"import os; os.sched_setaffinity({os.getpid()}, [0])",
+    ):
+        assert run_program(attempt(code), QUICK, without=without).outcome == "passed"
+    assert (resource.getrlimit(resource.RLIMIT_NOFILE), os.getpriority(os.PRIO_PROCESS, 0)) == before
 
 
 @every_layering

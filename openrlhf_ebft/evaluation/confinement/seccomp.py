@@ -41,6 +41,9 @@ _CALLS: dict[str, tuple[int | None, int | None]] = {
     "fchown": (93, 55), "lchown": (94, None), "fchownat": (260, 54), "setxattr": (188, 5), "lsetxattr": (189, 6),
     "fsetxattr": (190, 7), "removexattr": (197, 14), "lremovexattr": (198, 15), "fremovexattr": (199, 16),
     "utime": (132, None), "utimes": (235, None), "futimesat": (261, None), "utimensat": (280, 88),
+    "setxattrat": (463, 463), "removexattrat": (466, 466), "fsconfig": (431, 431), "fsmount": (432, 432),
+    "setpriority": (141, 140), "ioprio_set": (251, 30), "sched_setparam": (142, 118), "sched_setscheduler": (144, 119),
+    "sched_setaffinity": (203, 122), "sched_setattr": (314, 274), "migrate_pages": (256, 238),
     "mknod": (133, None), "mknodat": (259, 33), "setuid": (105, 146), "setgid": (106, 144), "setgroups": (116, 159),
 }  # fmt: skip
 _WRITE_CALLS: dict[str, tuple[int | None, int | None]] = {
@@ -48,7 +51,7 @@ _WRITE_CALLS: dict[str, tuple[int | None, int | None]] = {
     "renameat": (264, 38), "renameat2": (316, 276), "mkdir": (83, None), "mkdirat": (258, 34), "rmdir": (84, None),
     "link": (86, None), "linkat": (265, 37), "symlink": (88, None), "symlinkat": (266, 36),
 }  # fmt: skip
-_CLONE, _OPEN, _OPENAT = (56, 220), (2, None), (257, 56)
+_CLONE, _OPEN, _OPENAT, _PRLIMIT = (56, 220), (2, None), (257, 56), (302, 261)
 
 
 def install_filter(*, forbid_writing: bool) -> None:
@@ -92,6 +95,7 @@ def _program(machine: str, forbid_writing: bool) -> list[bytes]:
         if number is not None:
             code += _refuse(number, errno.EPERM)
     code += _by_argument(_CLONE[column], 0, _CLONE_THREAD, refuse_when_set=False)
+    code += _by_argument(_PRLIMIT[column], 0, 0xFFFFFFFF, refuse_when_set=True)  # 0 is the process itself
     if forbid_writing:
         code += _by_argument(_OPEN[column], 1, _WRITING, refuse_when_set=True)
         code += _by_argument(_OPENAT[column], 2, _WRITING, refuse_when_set=True)
