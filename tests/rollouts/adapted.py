@@ -18,9 +18,9 @@ from tests.rollouts.requests import SAMPLED
 LORA = LoRAConfig(rank=4, alpha=8, rslora=True, sync="adapter")
 
 
-def adapted_model(folder: Path, lora: LoRAConfig = LORA) -> tuple[PreTrainedModel, LoRAAdapters]:
+def adapted_model(folder: Path) -> tuple[PreTrainedModel, LoRAAdapters]:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    return model, add_adapters(model, lora, seed=3)
+    return model, add_adapters(model, LORA, seed=3)
 
 
 def change(adapters: LoRAAdapters, seed: int) -> None:
@@ -30,13 +30,13 @@ def change(adapters: LoRAAdapters, seed: int) -> None:
         parameter.data.normal_(std=0.1, generator=generator)
 
 
-def start_engine(folder: Path, engine: str, lora: LoRAConfig = LORA) -> RolloutEngine:
+def start_engine(folder: Path, engine: str, *, sync: str = "adapter", max_model_len: int = 96) -> RolloutEngine:
     return build_engine(
-        AdaptedModel(str(folder), lora),
+        AdaptedModel(str(folder), LORA) if sync == "adapter" else str(folder),
         RolloutConfig(engine=engine, kv_cache_gib=0.05, block_size=32),
         SAMPLED,
         dtype="float32",
-        max_model_len=96,
+        max_model_len=max_model_len,
         seed=0,
         threads=1,
     )

@@ -4,19 +4,57 @@ from __future__ import annotations
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
+from openrlhf_ebft.distributed.full_tensors import full_weights
 from openrlhf_ebft.distributed.weight_sync import WeightSyncError
+from openrlhf_ebft.models.policy import PolicyModel
+from tests.models.families import CONFIGS, build
 from tests.rollouts.adapted import adapted_model, change, send_adapters, start_engine
 from tests.rollouts.requests import request, token_logprobs
-from tests.rollouts.vllm_engines import PROMPT, error
+from tests.rollouts.vllm_engines import PROMPT, error, send, start
 from tests.tiny_models import tiny_gpt2, tiny_llama
 
 
+def policy_of(model, adapters) -> PolicyModel:
+    return PolicyModel(model, "sdpa", temperature=1.0, chunk_tokens=100, adapters=adapters)
+
+
 @pytest.mark.stack
-def test_a_model_that_vllm_gives_no_adapters_is_named(tmp_path):
+def test_a_model_without_adapters_in_vllm_is_named_and_takes_merged_weights(tmp_path):
     tiny_gpt2(tmp_path)
     with pytest.raises(ValueError, match="GPT2LMHeadModel does not support LoRA.*lora.sync"):
         start_engine(tmp_path, "vllm")
+    model, adapters = adapted_model(tmp_path)
+    change(adapters, 1)
+    engine = start(tmp_path)
+    try:
+        assert error(engine, model) > 0.1
+        send(engine, model, 1, full_weights(policy_of(model, adapters)))
+        assert error(engine, model) < 1e-3
+    finally:
+        engine.shutdown()
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "mistral", "gemma", "gpt2", "gpt_neox", "opt"])
+def test_every_family_follows_both_ways_in_the_transformers_engine(tmp_path, name):
+    build(AutoModelForCausalLM, CONFIGS[name]).save_pretrained(tmp_path)
+    model, adapters = adapted_model(tmp_path)
+    tokens = [3 + (5 * i) % 40 for i in range(20)]
+    ids = torch.tensor([tokens])
+    engines = {
+        sync: start_engine(tmp_path, "transformers", sync=sync, max_model_len=60) for sync in ("adapter", "merged")
+    }
+    for version in (1, 2):
+        change(adapters, version)
+        send_adapters(engines["adapter"], adapters, version)
+        send(engines["merged"], model, version, full_weights(policy_of(model, adapters)))
+        with torch.no_grad():
+            table = model(input_ids=ids).logits[0, :-1].log_softmax(-1)
+        right = table.gather(1, ids[0, 1:, None])[:, 0]
+        for engine in engines.values():
+            assert engine.weight_version == version
+            assert (torch.tensor(engine.score([tokens])[0]) - right).abs().max() < 1e-4
 
 
 @pytest.fixture(scope="module", params=["transformers", pytest.param("vllm", marks=pytest.mark.stack)])
