@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 from http import HTTPStatus
-from typing import Any
 
 from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -94,7 +93,7 @@ class _Translated:
             await _refuse(self._send, text, self._status)
 
 
-def _is_json(start: dict[str, Any]) -> bool:
+def _is_json(start: Message) -> bool:
     kinds = [value for name, value in start.get("headers", ()) if bytes(name).lower() == b"content-type"]
     return any(bytes(kind).startswith(b"application/json") for kind in kinds)
 

@@ -52,7 +52,7 @@ async def metrics_text(client: Any, admission: Admission, follower: Follower) ->
     statistics = (await client.collective_rpc("rad_statistics"))[0]
     registry = CollectorRegistry()
     families = [*_server_families(admission, follower), *_rad_families(statistics)]
-    registry.register(_Snapshot(families))  # type: ignore[arg-type]
+    registry.register(_Snapshot(families))
     return (generate_latest(REGISTRY) + generate_latest(registry)).decode("utf-8")
 
 

@@ -164,7 +164,9 @@ def _is_text_parts(content: Any) -> bool:
 
 def _check_prompts(body: Body, limits: LimitsConfig) -> None:
     prompt = body.get("prompt")
-    prompts = prompt if _is_batch(prompt) else [prompt]
+    prompts: list[Any] = [prompt]
+    if isinstance(prompt, list) and len(prompt) > 0 and isinstance(prompt[0], (str, list)):
+        prompts = prompt
     if len(prompts) > limits.prompts:
         raise RequestError(f"prompt: at most {limits.prompts} prompts, got {len(prompts)}", param="prompt")
     for one in prompts:
@@ -175,10 +177,6 @@ def _check_prompts(body: Body, limits: LimitsConfig) -> None:
                 Number(0, 2**31 - 1, whole=True).check("prompt", token)
         elif not isinstance(one, str) or not one:
             raise RequestError(f"prompt must be text or token ids, not empty, got {_shown(one)}", param="prompt")
-
-
-def _is_batch(prompt: Any) -> bool:
-    return isinstance(prompt, list) and len(prompt) > 0 and isinstance(prompt[0], (str, list))
 
 
 def _check_stream_options(body: Body) -> None:

@@ -21,7 +21,7 @@ from tests.tiny_models import CHAT_TEMPLATE, tiny_llama, tiny_tokenizer
 
 ROOT = Path(__file__).parents[2]
 KEY = "a-key-for-tests"
-START_S = 300
+START_S = 420
 
 
 class Server:

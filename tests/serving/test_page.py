@@ -11,6 +11,7 @@ from tests.serving.conftest import KEY
 
 EXECUTABLE = next((path for name in NAMES if (path := shutil.which(name))), None)
 pytestmark = [
+    pytest.mark.stack,
     pytest.mark.skipif(EXECUTABLE is None, reason="no Chromium on this machine"),
     pytest.mark.timeout(300),
 ]

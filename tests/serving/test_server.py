@@ -34,8 +34,7 @@ RADS = (
     {"beta": 20, "invert": True},
     {"weights": {"good": 10, "bad": -20}},
 )
-SECONDS = pytest.mark.timeout(600)
-pytestmark = SECONDS
+pytestmark = [pytest.mark.stack, pytest.mark.timeout(600)]
 
 
 @pytest.fixture(scope="module")
@@ -218,6 +217,16 @@ def test_500_malformed_requests_are_refused_and_change_nothing(server):
     server.wait_until(server.is_idle)
 
 
+def test_a_request_that_the_engine_must_end_gets_the_reason(server):
+    body = {"prompt": "hello", "max_tokens": 4, "rad": {"beta": 1, "score_index": 3}}
+    response = server.post(body)
+    assert_refusal(response)
+    assert "score_index is 3" in response.json()["error"]["message"]
+    events = stream(server, body | {"stream": True})
+    assert "score_index is 3" in events[-1]["error"]["message"]
+    assert server.text(prompt="hello", rad={"beta": 1})
+
+
 def test_ten_megabytes_are_413_announced_or_not(server):
     def chunks():
         for _ in range(160):
@@ -284,14 +293,14 @@ def test_64_streams_at_once_each_get_their_solo_answer(server):
     steered = [kind for kind in kinds if kind[1] is not None]
     turns = zip(itertools.cycle(plain), itertools.cycle(steered), strict=False)
     jobs = list(itertools.chain.from_iterable(itertools.islice(turns, 32)))
-    memory = replica_memory()
+    memory, failed = replica_memory(), server.metric("rad_failed_requests_total")
     answers = asyncio.run(all_streams(server, jobs))
     for number, ((prompt, rad), (text, is_whole)) in enumerate(zip(jobs, answers, strict=True)):
         expected = solo[prompt, str(rad)]
         assert text == expected if is_whole else expected.startswith(text), (number, prompt, rad)
     assert sum(not is_whole for _, is_whole in answers) >= 4
     server.wait_until(server.is_idle)
-    assert server.metric("rad_failed_requests_total") == 0
+    assert server.metric("rad_failed_requests_total") == failed
     assert replica_memory() < memory + 200 * 2**20
 
 
