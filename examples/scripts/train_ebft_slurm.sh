@@ -11,9 +11,9 @@
 # One Ray cluster over the nodes of a Slurm allocation, and one training run on it. Submit from this clone, which lies
 # on storage that every node sees:
 #   sbatch examples/scripts/train_ebft_slurm.sh
-#   RESUME=runs/two_nodes sbatch examples/scripts/train_ebft_slurm.sh          # go on from the newest checkpoint
 #   DRY_RUN=1 NODES=2 examples/scripts/train_ebft_slurm.sh                     # check only, without Slurm
 # Five minutes before the time limit Slurm sends SIGTERM: the run finishes its step and saves (checkpoint.on_interrupt).
+# Submitting the same command again goes on from there.
 set -euo pipefail
 # Slurm runs a copy of this script from its spool folder.
 # shellcheck source-path=SCRIPTDIR source=common.sh
@@ -42,13 +42,14 @@ fi
 nodes_up() { ray status --address "$HEAD_ADDRESS:$PORT" | grep -c ' node_' || true; }
 until [ "$(nodes_up)" -ge "$SLURM_JOB_NUM_NODES" ]; do sleep 2; done
 
-if [ -n "${RESUME:-}" ]; then
-  COMMAND=(openrlhf-ebft train --resume "$RESUME")
-else
-  COMMAND=(openrlhf-ebft train "$CONFIG" --logging.root "$RUNS" "$@")
-fi
-RAY_ADDRESS="$HEAD_ADDRESS:$PORT" "${COMMAND[@]}" &
+RAY_ADDRESS="$HEAD_ADDRESS:$PORT" openrlhf-ebft train "$CONFIG" --resume auto --logging.root "$RUNS" "$@" &
 RUN=$!
 trap 'kill -TERM "$RUN"' TERM
-# A trapped signal ends `wait` early; the second one brings the run's own exit code.
-wait "$RUN" || wait "$RUN"
+# A signal ends `wait` early: wait again until the run has really ended, for its own exit code.
+CODE=0
+wait "$RUN" || CODE=$?
+while kill -0 "$RUN" 2> /dev/null; do
+  CODE=0
+  wait "$RUN" || CODE=$?
+done
+exit "$CODE"
