@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -12,6 +13,7 @@ import ray
 from openrlhf_ebft.actors.placement import PlacementError
 from openrlhf_ebft.actors.waiting import wait_for
 from openrlhf_ebft.config.reward_training import RewardConfig
+from openrlhf_ebft.rad.reward_checkpoint import RewardCheckpoints
 from openrlhf_ebft.rad.reward_training import PrefixRewardTrainSpec, RewardStep
 
 
@@ -45,6 +47,14 @@ class RewardRank:
         """One optimizer step of all ranks."""
         return self.trainer.train_step()
 
+    def save_checkpoint(self, folder: str) -> None:
+        """Write this rank's part."""
+        self.trainer.save_checkpoint(folder)
+
+    def load_checkpoint(self, folder: str) -> int:
+        """Go on from a checkpoint; returns its step."""
+        return self.trainer.load_checkpoint(folder)
+
     def save(self, output_dir: str) -> None:
         """Write the reward model (rank 0)."""
         self.trainer.save(output_dir)
@@ -55,11 +65,12 @@ def train_on_ranks(
     spec: PrefixRewardTrainSpec,
     train: tuple[list[str], list[float]],
     on_step: Callable[[RewardStep], None],
+    checkpoints: RewardCheckpoints,
 ) -> None:
     """Train on `config.training.ranks` actors and save to `config.output_dir`; blocks until done.
 
-    Starts a local Ray when none is connected, and stops what it started. Each rank takes one CPU, and one GPU where
-    the cluster has one for every rank.
+    Checkpoints need a folder that all nodes share. Starts a local Ray when none is connected, and stops what it
+    started. Each rank takes one CPU, and one GPU where the cluster has one for every rank.
 
     Raises:
         PlacementError: the cluster has fewer CPUs than ranks.
@@ -88,8 +99,17 @@ def train_on_ranks(
         texts, labels = (ray.put(part) for part in train)
         on_all("load model", [actor.build.remote(config, spec, texts, labels) for actor in actors])
         (steps,) = on_all("start", [actors[0].total_steps.remote()])
-        for _ in range(steps):
+        newest, done = checkpoints.newest(), 0
+        if newest is not None:
+            done = on_all("load checkpoint", [actor.load_checkpoint.remote(str(newest)) for actor in actors])[0]
+
+        def save(folder: Path) -> None:
+            on_all("save checkpoint", [actor.save_checkpoint.remote(str(folder)) for actor in actors])
+
+        for step in range(done + 1, steps + 1):
             on_step(on_all("train", [actor.train_step.remote() for actor in actors])[0])
+            if checkpoints.is_due(step, steps):
+                checkpoints.write(step, save)
         on_all("save", [actor.save.remote(config.output_dir) for actor in actors])
     finally:
         for actor in actors:

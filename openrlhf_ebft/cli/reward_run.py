@@ -11,9 +11,10 @@ from dataclasses import asdict
 from pathlib import Path
 
 from openrlhf_ebft.config import dump_config
+from openrlhf_ebft.config.errors import UserError
 from openrlhf_ebft.config.reward_training import RewardConfig
 from openrlhf_ebft.rad.loading import load_sequence_classifier
-from openrlhf_ebft.rad.reward_checkpoint import RewardCheckpoints
+from openrlhf_ebft.rad.reward_checkpoint import CheckpointMismatch, RewardCheckpoints
 from openrlhf_ebft.rad.reward_examples import RewardExamples
 from openrlhf_ebft.rad.reward_report import markdown_table, plot_errors, prefix_errors
 from openrlhf_ebft.rad.reward_training import (
@@ -35,26 +36,25 @@ def run_reward_training(config: RewardConfig, train: Rows, held_out: Rows) -> in
     fields = PrefixRewardTrainSpec.__dataclass_fields__
     spec = PrefixRewardTrainSpec(**{name: getattr(config.training, name) for name in fields})
     print(f"training on {len(train[0])} texts, {len(held_out[0])} held out", file=sys.stderr)
+    checkpoints = RewardCheckpoints(
+        folder.absolute() / "checkpoints", config.training.checkpoint_every, config.training.resume
+    )
     if config.training.ranks > 1:
         from openrlhf_ebft.actors.reward_training import train_on_ranks
         from openrlhf_ebft.actors.waiting import ActorError
 
         try:
-            train_on_ranks(config, spec, train, on_step=progress_bar())
+            train_on_ranks(config, spec, train, progress_bar(), checkpoints)
         except ActorError as error:
             print(f"error: {error}", file=sys.stderr)
             return 1
     else:
-        train_prefix_reward_model(
-            config.backbone,
-            *train,
-            folder,
-            spec=spec,
-            checkpoints=RewardCheckpoints(
-                folder / "checkpoints", config.training.checkpoint_every, config.training.resume
-            ),
-            on_step=progress_bar(),
-        )
+        try:
+            train_prefix_reward_model(
+                config.backbone, *train, folder, spec=spec, checkpoints=checkpoints, on_step=progress_bar()
+            )
+        except CheckpointMismatch as error:
+            raise UserError(str(error)) from None
     if held_out[0]:
         report(folder, held_out, spec.max_length)
     print(f"reward model: {folder}")

@@ -72,6 +72,4 @@ def check_reward_rules(config: RewardConfig) -> list[str]:
             f"training.batch_size = {config.training.batch_size} must be at least training.ranks = "
             f"{config.training.ranks}, one text per rank"
         )
-    if config.training.ranks > 1 and config.training.checkpoint_every > 0:
-        problems.append("training.checkpoint_every works with one rank only; set it to 0 or training.ranks to 1")
     return problems

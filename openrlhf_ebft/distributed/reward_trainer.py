@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from openrlhf_ebft.distributed.device import local_device
 from openrlhf_ebft.distributed.process_group import join_ranks
+from openrlhf_ebft.rad.reward_checkpoint import RankLayout, read_rank_state, write_rank_state
 from openrlhf_ebft.rad.reward_examples import RewardExamples
 from openrlhf_ebft.rad.reward_loss import prefix_rewards
 from openrlhf_ebft.rad.reward_training import (
@@ -21,6 +22,8 @@ from openrlhf_ebft.rad.reward_training import (
     build_reward_model,
     save_reward_model,
 )
+
+_ENGINE, _TAG = "deepspeed", "engine"  # folder and name of DeepSpeed's part of a checkpoint
 
 
 class _PrefixRewards(nn.Module):
@@ -90,6 +93,27 @@ class DeepSpeedRewardTrainer(RewardTrainer):
     def _apply(self, loss: torch.Tensor) -> None:
         self.engine.backward(loss)
         self.engine.step()
+
+    def save_checkpoint(self, folder: str | Path) -> None:
+        """Every rank writes its part into an existing folder; collective."""
+        self.engine.save_checkpoint(str(Path(folder) / _ENGINE), tag=_TAG)
+        write_rank_state(Path(folder), self.rank, self._layout(), self.progress())
+
+    def load_checkpoint(self, folder: str | Path) -> int:
+        """Go on from a checkpoint of `save_checkpoint`; collective. Returns the step that it was written after.
+
+        Raises:
+            ValueError: other settings, other data, or another number of ranks.
+            RuntimeError: DeepSpeed's part is missing.
+        """
+        self.load_progress(read_rank_state(Path(folder), self.rank, self._layout()))
+        path, _ = self.engine.load_checkpoint(str(Path(folder) / _ENGINE), tag=_TAG)
+        if path is None:
+            raise RuntimeError(f"DeepSpeed found no checkpoint in {folder}")
+        return self.step
+
+    def _layout(self) -> RankLayout:
+        return RankLayout(self.world_size, self.zero_stage)
 
     def save(self, output_dir: str | Path) -> None:
         """Rank 0 writes weights, configuration and tokenizer; the others wait."""

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +16,15 @@ from transformers import PreTrainedModel
 
 _WEIGHTS = "model.safetensors"
 _STATE = "trainer.pt"
+_RANKS = "ranks.json"  # only in checkpoints of several ranks
+
+
+class CheckpointMismatch(ValueError):
+    """A checkpoint that another run wrote: other settings, other data, other ranks."""
 
 
 class RewardCheckpoints:
-    """Saves and finds `folder/step-N`.
+    """Writes and finds `folder/step-N`, whatever lies in them.
 
     Args:
         folder: where the checkpoints lie.
@@ -38,15 +46,12 @@ class RewardCheckpoints:
         """Whether to save after `step`; the last step is not, since the result itself is saved then."""
         return self.every > 0 and step % self.every == 0 and step < total_steps
 
-    def save(self, model: PreTrainedModel, state: dict[str, Any], step: int) -> Path:
-        """Write weights and trainer state under a temporary name, rename, then remove the older checkpoints."""
+    def write(self, step: int, fill: Callable[[Path], None]) -> Path:
+        """Let `fill` write into a folder of a temporary name, rename it, then remove the older checkpoints."""
         partial = self.folder / f"partial-{step}"
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
-        # Cloned, since tied weights share memory, which the format does not take.
-        weights = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in model.state_dict().items()}
-        save_file(weights, partial / _WEIGHTS)
-        torch.save(state, partial / _STATE)
+        fill(partial)
         final = self.folder / f"step-{step}"
         shutil.rmtree(final, ignore_errors=True)
         os.replace(partial, final)
@@ -55,16 +60,67 @@ class RewardCheckpoints:
                 shutil.rmtree(old)
         return final
 
-    def load_latest(self, model: PreTrainedModel) -> dict[str, Any] | None:
-        """Load the newest checkpoint's weights into `model`; returns its trainer state, None when there is none."""
+    def newest(self) -> Path | None:
+        """The checkpoint to go on from; None when there is none, or when resuming is not asked for."""
         found = self._complete() if self.resume else []
-        if not found:
-            return None
-        newest = found[-1]
-        model.load_state_dict(load_file(newest / _WEIGHTS))
-        return torch.load(newest / _STATE, map_location="cpu", weights_only=True)
+        return found[-1] if found else None
 
     def _complete(self) -> list[Path]:
         """Checkpoint folders, oldest first."""
         found = [path for path in self.folder.glob("step-*") if path.name.removeprefix("step-").isdigit()]
         return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
+
+
+def write_process_state(folder: Path, model: PreTrainedModel, state: dict[str, Any]) -> None:
+    """What one process needs to go on: weights and trainer state."""
+    # Cloned, since tied weights share memory, which the format does not take.
+    weights = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in model.state_dict().items()}
+    save_file(weights, folder / _WEIGHTS)
+    torch.save(state, folder / _STATE)
+
+
+def read_process_state(folder: Path, model: PreTrainedModel) -> dict[str, Any]:
+    """Load the weights into `model`; returns the trainer state.
+
+    Raises:
+        CheckpointMismatch: several ranks wrote the checkpoint.
+    """
+    if (folder / _RANKS).exists():
+        written = RankLayout(**json.loads((folder / _RANKS).read_text(encoding="utf-8")))
+        raise CheckpointMismatch(
+            f"{folder} was written by {written.ranks} ranks; set training.ranks to that, or start anew"
+        )
+    model.load_state_dict(load_file(folder / _WEIGHTS))
+    return torch.load(folder / _STATE, map_location="cpu", weights_only=True)
+
+
+@dataclass(frozen=True)
+class RankLayout:
+    """How many ranks hold the state of a distributed run, and how DeepSpeed shards it."""
+
+    ranks: int
+    zero_stage: int
+
+
+def write_rank_state(folder: Path, rank: int, layout: RankLayout, state: dict[str, Any]) -> None:
+    """One rank's own state; rank 0 adds the layout."""
+    torch.save(state, folder / f"rank-{rank}.pt")
+    if rank == 0:
+        (folder / _RANKS).write_text(json.dumps(asdict(layout)), encoding="utf-8")
+
+
+def read_rank_state(folder: Path, rank: int, layout: RankLayout) -> dict[str, Any]:
+    """One rank's own state.
+
+    Raises:
+        CheckpointMismatch: one process, or ranks of another layout, wrote the checkpoint.
+    """
+    if not (folder / _RANKS).exists():
+        raise CheckpointMismatch(f"{folder} was written by one process; set training.ranks to 1, or start anew")
+    written = RankLayout(**json.loads((folder / _RANKS).read_text(encoding="utf-8")))
+    if written != layout:
+        raise CheckpointMismatch(
+            f"{folder} was written with training.ranks = {written.ranks} and training.zero_stage = "
+            f"{written.zero_stage}, not {layout.ranks} and {layout.zero_stage}; restore them, or start anew"
+        )
+    return torch.load(folder / f"rank-{rank}.pt", map_location="cpu", weights_only=True)

@@ -15,7 +15,12 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import PreTrainedModel
 
 from openrlhf_ebft.rad.loading import load_tokenizer, sequence_classifier_class
-from openrlhf_ebft.rad.reward_checkpoint import RewardCheckpoints
+from openrlhf_ebft.rad.reward_checkpoint import (
+    CheckpointMismatch,
+    RewardCheckpoints,
+    read_process_state,
+    write_process_state,
+)
 from openrlhf_ebft.rad.reward_examples import RewardExamples, batch_indices
 from openrlhf_ebft.rad.reward_loss import prefix_reward_loss, prefix_rewards
 
@@ -166,39 +171,50 @@ class RewardTrainer:
         self.optimizer.step()
         self.scheduler.step()
 
-    def state(self) -> dict[str, Any]:
-        """What a resumed run needs besides the weights: optimizer, schedule, random state, settings and data digest."""
+    def progress(self) -> dict[str, Any]:
+        """Where the run stands: step, random state, settings and digest of the data."""
         return {
             "step": self.step,
-            "optimizer": self.optimizer.state_dict(),
-            "scheduler": self.scheduler.state_dict(),
             "rng": torch.get_rng_state(),
             "spec": asdict(self.spec),
             "data": self.examples.fingerprint(),
         }
 
-    def load_state(self, state: dict[str, Any]) -> None:
-        """Go on from `state`.
+    def load_progress(self, state: dict[str, Any]) -> None:
+        """Go on where `state` stands.
 
         Raises:
-            ValueError: the state comes from other settings or other data; the message names what differs.
+            CheckpointMismatch: the state comes from other settings or other data; the message names what differs.
         """
         check_same_run(state, self.spec, self.examples)
         self.step = state["step"]
+        torch.set_rng_state(state["rng"])
+
+    def state(self) -> dict[str, Any]:
+        """What a resumed run needs besides the weights: progress, optimizer and schedule."""
+        return self.progress() | {
+            "optimizer": self.optimizer.state_dict(),
+            "scheduler": self.scheduler.state_dict(),
+        }
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Go on from `state`; raises what `load_progress` does."""
+        self.load_progress(state)
         self.optimizer.load_state_dict(state["optimizer"])
         self.scheduler.load_state_dict(state["scheduler"])
-        torch.set_rng_state(state["rng"])
 
 
 def check_same_run(state: dict[str, Any], spec: PrefixRewardTrainSpec, examples: RewardExamples) -> None:
-    """Raise ValueError if a checkpoint's settings or data are not those of this run."""
+    """Raise CheckpointMismatch if a checkpoint's settings or data are not those of this run."""
     now = asdict(spec)
     changed = [name for name, value in state["spec"].items() if name != "log_every" and now[name] != value]
     if changed:
         pairs = ", ".join(f"{name} {state['spec'][name]} -> {now[name]}" for name in changed)
-        raise ValueError(f"the checkpoint was trained with other settings: {pairs}; start anew or restore them")
+        raise CheckpointMismatch(f"the checkpoint was trained with other settings: {pairs}; start anew or restore them")
     if state["data"] != examples.fingerprint():
-        raise ValueError("the checkpoint was trained on other examples than those given; start anew or restore them")
+        raise CheckpointMismatch(
+            "the checkpoint was trained on other examples than those given; start anew or restore them"
+        )
 
 
 def run_training(trainer: RewardTrainer, checkpoints: RewardCheckpoints | None, on_step: OnStep | None) -> None:
@@ -212,7 +228,7 @@ def run_training(trainer: RewardTrainer, checkpoints: RewardCheckpoints | None, 
         if on_step is not None:
             on_step(report)
         if checkpoints is not None and checkpoints.is_due(report.step, report.total_steps):
-            checkpoints.save(trainer.model, trainer.state(), report.step)
+            checkpoints.write(report.step, lambda folder: write_process_state(folder, trainer.model, trainer.state()))
 
 
 def train_prefix_reward_model(
@@ -251,7 +267,8 @@ def train_prefix_reward_model(
     spec = spec or PrefixRewardTrainSpec()
     model, tokenizer = build_reward_model(str(backbone), spec.seed)
     examples = RewardExamples(tokenizer, texts, labels, spec.max_length)
-    state = checkpoints.load_latest(model) if checkpoints is not None else None
+    newest = checkpoints.newest() if checkpoints is not None else None
+    state = None if newest is None else read_process_state(newest, model)
     trainer = RewardTrainer(model.to(device or default_device()), examples, spec)
     if state is not None:
         trainer.load_state(state)

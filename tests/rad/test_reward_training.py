@@ -323,6 +323,31 @@ class TestCommand:
             moved = max(moved, float((first - before).detach().abs().max()))
         assert moved > 1e-3
 
+    @pytest.mark.stack
+    def test_two_ranks_resume_as_if_they_had_not_stopped(self, tmp_path, capsys):
+        """Dropout on, optimizer states in shards; the checkpoint after step 2 of 4 is what a killed run leaves."""
+        from openrlhf_ebft.cli.train_reward import main
+        from openrlhf_ebft.config.errors import UserError
+
+        config = str(self.files(tmp_path))
+        settings = json.loads((tmp_path / "backbone" / "config.json").read_text())
+        (tmp_path / "backbone" / "config.json").write_text(json.dumps(settings | {"attention_dropout": 0.3}))
+        out, flags = tmp_path / "out", ["--training.ranks", "2", "--training.checkpoint_every"]
+        assert main([config, *flags, "2"]) == 0
+        straight, _ = load_sequence_classifier(out)
+        (out / "model.safetensors").unlink()
+        capsys.readouterr()
+        assert main([config, *flags, "2"]) == 0
+        lines = capsys.readouterr().err
+        assert "4/4 loss" in lines and "2/4 loss" not in lines
+        again, _ = load_sequence_classifier(out)
+        for first, second in zip(straight.parameters(), again.parameters(), strict=True):
+            assert torch.equal(first, second)
+        assert main([config, "--training.ranks", "2", "--training.zero_stage", "1"]) == 1
+        assert "zero_stage = 2, not 2 and 1" in capsys.readouterr().err
+        with pytest.raises(UserError, match=r"step-2 was written by 2 ranks"):
+            main([config])
+
     def test_faults_are_named(self, tmp_path):
         from openrlhf_ebft.cli.train_reward import main
         from openrlhf_ebft.config.errors import UserError
