@@ -1,5 +1,7 @@
 """A reward function of the user's: what it gets, what it may return, and who is named when it fails."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -146,3 +148,14 @@ def test_the_prompt_of_a_packed_document_is_its_own(write, tmp_path):
     rewards = TreeRewards(function, tiny_tokenizer(tmp_path))
     expected = float(len(rewards._tokenizer.decode(reference.token_ids[5:7])))
     assert torch.equal(rewards.values([tree])["example-0", 0], torch.full((2,), expected, dtype=torch.float64))
+
+
+@pytest.mark.parametrize(("name", "expected"), [("exact_match", [1.0, 0.0, 0.0]), ("parses", [1.0, 1.0, 0.0])])
+def test_the_example_functions(name, expected):
+    path = Path(__file__).parents[2] / "examples" / "verifiable_rewards.py"
+    rows = [
+        SampledText("a", "def f(x):\n", "    return x\n", "    return x"),
+        SampledText("b", "def f(x):\n", "    return 2", "    return x"),
+        SampledText("c", "def f(x):\n", "return y", "    return x"),
+    ]
+    assert RewardFunction(f"{path}:{name}")(rows) == expected
