@@ -20,20 +20,40 @@ ONE_RANK = {
     "tokens": {"max_tokens": 40},  # of trees of 12 to 24: two or three passes, one of them full
     "tokens_small": {"max_tokens": 1},  # every tree is above it
     "checkpointed": {"micro_batch_size": 2, "gradient_checkpointing": True},
-    "zero2": {"zero_stage": 2},
-    "bf16": {"dtype": "bfloat16"},
 }
-TWO_RANKS = {f"ranks_zero{stage}": {"zero_stage": stage, "num_ranks": 2} for stage in range(4)} | {
+TWO_RANKS = {
     "ranks_tokens": {"max_tokens": 60, "num_ranks": 2},
     "ranks_tokens_zero3": {"max_tokens": 45, "num_ranks": 2, "zero_stage": 3},
     "ranks_micro2": {"micro_batch_size": 2, "num_ranks": 2},
-    "ranks_bf16": {"dtype": "bfloat16", "num_ranks": 2, "zero_stage": 1},
 }
+
+
+def matrix(num_ranks, offloads):
+    """Every ZeRO stage and precision with gradients accumulated over passes; checkpointing in every second one."""
+    return {
+        f"{dtype}_zero{stage}{'_offload' if offload else ''}_{num_ranks}": {
+            "dtype": dtype,
+            "zero_stage": stage,
+            "offload_optimizer": offload,
+            "gradient_checkpointing": stage % 2 == 1,
+            "num_ranks": num_ranks,
+        }
+        for dtype in ("float32", "bfloat16", "float16")
+        for stage in range(4)
+        for offload in offloads
+        if stage or not offload
+    }
+
+
+ONE_RANK |= matrix(1, [False])
+TWO_RANKS |= matrix(2, [False, True])
 POISONED = {
     f"poisoned_{dtype}_zero{stage}": {"dtype": dtype, "zero_stage": stage, "num_ranks": 2, "poisoned_step": 1}
-    for dtype, stage in (("float32", 0), ("float32", 2), ("float32", 3), ("bfloat16", 1))
+    for dtype, stages in (("float32", (0, 2, 3)), ("bfloat16", (1,)), ("float16", (0, 3)))
+    for stage in stages
 }
-EXACT = [name for name in (*ONE_RANK, *TWO_RANKS) if "bf16" not in name]
+EXACT = [name for name in (*ONE_RANK, *TWO_RANKS) if "float16" not in name]
+ROUNDED = [name for name in (*ONE_RANK, *TWO_RANKS) if "float16" in name]
 
 
 def plain_training(folder):
@@ -97,8 +117,9 @@ def test_every_cut_of_the_batch_gives_the_plain_weights(trained, plain, name):
 
 
 @pytest.mark.stack
-@pytest.mark.parametrize("name", ["bf16", "ranks_bf16"])
-def test_bfloat16_stays_near_the_float32_weights(trained, plain, name):
+@pytest.mark.parametrize("name", ROUNDED)
+def test_16_bits_stay_near_the_float32_weights(trained, plain, name):
+    """Cosine between the changes of each tensor: measured 0.969 and more in bfloat16, 0.996 and more in float16."""
     weights = load_file(trained / f"{name}.safetensors")
     start = AutoModelForCausalLM.from_pretrained(trained / "model", dtype=torch.float32)
     moved = dict(start.named_parameters(remove_duplicate=False))
@@ -106,7 +127,8 @@ def test_bfloat16_stays_near_the_float32_weights(trained, plain, name):
     for key, value in expected.items():
         update, exact = weights[key] - moved[key].detach(), value.detach() - moved[key].detach()
         cosine = torch.nn.functional.cosine_similarity(update.flatten(), exact.flatten(), dim=0)
-        assert cosine > 0.9, f"{name}: {key} moved another way ({float(cosine):.3f})"
+        limit = 0.95 if name.startswith("bfloat16") else 0.99
+        assert cosine > limit, f"{name}: {key} moved another way ({float(cosine):.4f})"
 
 
 @pytest.mark.stack
