@@ -21,6 +21,7 @@ from openrlhf_ebft.trainer.checkpoints import Checkpoint, CheckpointStore
 from openrlhf_ebft.trainer.clock import PhaseClock
 from openrlhf_ebft.trainer.console import Console
 from openrlhf_ebft.trainer.evaluation import EvaluationResult, evaluate
+from openrlhf_ebft.trainer.evaluation_tasks import EvaluationRecorder
 from openrlhf_ebft.trainer.histories import sample_references
 from openrlhf_ebft.trainer.interrupts import Interrupts
 from openrlhf_ebft.trainer.state import Schedule, TrainerState
@@ -52,6 +53,7 @@ class EBFTTrainer:
         self.tracker = tracker
         self.console = console
         self.state = TrainerState()
+        self.recorder: EvaluationRecorder | None = None  # measures the tasks of evaluations and keeps their tables
         self._is_ebft = config.policy.objective == "ebft"
 
     def resume(self, checkpoint: Checkpoint) -> None:
@@ -132,6 +134,8 @@ class EBFTTrainer:
             result = evaluate(self.actors, self.config, heldout)
             self.console.advance()
         metrics = result.metrics()
+        if self.recorder is not None:
+            metrics |= self.recorder.record(self.state.step, result, self.actors)
         self.tracker.log(self.state.step, "evaluation", metrics | clock.metrics())
         self.console.evaluation(self.state.step, metrics)
         return result

@@ -15,6 +15,7 @@ from openrlhf_ebft.core.completion_metrics import CompletionMetrics, completion_
 from openrlhf_ebft.core.experience import Completion, Reference, Rollout, RolloutRequest
 from openrlhf_ebft.core.rollout_tree import RolloutTree
 from openrlhf_ebft.core.seeding import derive_seed
+from openrlhf_ebft.evaluation.ngrams import ngram_overlap
 from openrlhf_ebft.trainer.histories import sample_references
 
 EVALUATION_STEP = -1
@@ -25,6 +26,10 @@ COMPARED = ("ce", "alignment", "diversity", "reward", "function", "cfm_unbiased"
 
 
 _ROUNDING = 1e-6  # values that are zero by construction, such as similarity after whitening, differ by rounding
+
+
+MEASURED = (*COMPARED, "reward_best_of_n", "ngram_overlap")
+"""All per-example values."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +43,9 @@ class ExampleResult:
     reward: float
     cfm: float
     cfm_unbiased: float | None
+    reward_best_of_n: float | None = None  # mean over anchors of the best completion's reward
+    ngram_overlap: float | None = None  # F1 of n-grams with the ground truth, mean over completions
+    tokens: int = 0  # supervised ground-truth tokens behind `ce`
     function: float | None = None  # values of reward.function; None without one
 
 
@@ -71,11 +79,22 @@ class EvaluationResult:
 
     def metrics(self) -> dict[str, float | None]:
         """Means over examples (None where no example has the value), and the shape of the completions."""
-        present = {name: self.values(name) for name in COMPARED}
+        present = {name: self.values(name) for name in MEASURED}
         if not present["function"]:
             del present["function"]
         means = {name: _mean(values) if values else None for name, values in present.items()}
+        means["perplexity"] = self.perplexity()
         return means | {f"completion/{name}": value for name, value in asdict(self.completions).items()}
+
+    def perplexity(self) -> float | None:
+        """Of all supervised tokens together; None where none is known or the number is too large."""
+        tokens = sum(example.tokens for example in self.examples)
+        nats = math.fsum(example.ce * example.tokens for example in self.examples if example.tokens)
+        return math.exp(nats / tokens) if tokens and nats / tokens < 700 else None
+
+    def value_names(self) -> list[str]:
+        """Names of the values that any example has."""
+        return [name for name in MEASURED if self.values(name)]
 
     def values(self, name: str) -> list[float]:
         """One value an example; examples without it (unbiased loss of a single sample) are left out."""
@@ -116,7 +135,7 @@ def evaluate(actors: RunActors, config: EBFTConfig, references: Sequence[Referen
     rewards = actors.rewards.rewards(EVALUATION_STEP, trees, phase="evaluation")
     scores = actors.trainer.score(trees)
     examples = []
-    for tree, score in zip(trees, scores, strict=True):
+    for tree, score, rollout in zip(trees, scores, rollouts, strict=True):
         groups = [rewards.groups[(tree.example_id, anchor)] for anchor in range(tree.num_anchors)]
         function = [group.function for group in groups if group.function is not None]
         unbiased = [group.cfm_unbiased for group in groups if group.cfm_unbiased is not None]
@@ -129,6 +148,11 @@ def evaluate(actors: RunActors, config: EBFTConfig, references: Sequence[Referen
                 reward=_mean([group.reward for group in groups]),
                 cfm=_mean([group.cfm for group in groups]),
                 cfm_unbiased=_mean(unbiased) if unbiased else None,
+                reward_best_of_n=_mean(
+                    [float(rewards.rewards[(tree.example_id, anchor)].max()) for anchor in range(tree.num_anchors)]
+                ),
+                ngram_overlap=_overlap(tree.reference, rollout, config.evaluation.ngram_order),
+                tokens=score.tokens,
                 function=_mean(function) if function else None,
             )
         )
@@ -151,6 +175,15 @@ def compare(before: EvaluationResult, after: EvaluationResult) -> list[PairedCha
             PairedChange(name, _mean(first), _mean(second), _mean(differences), _standard_error(differences))
         )
     return changes
+
+
+def _overlap(reference: Reference, rollout: Rollout, order: int) -> float:
+    """Mean over all completions of the overlap with their anchor's ground truth."""
+    overlaps = []
+    for anchor, window, group in zip(reference.anchors, reference.window_lengths, rollout.completions, strict=True):
+        truth = reference.token_ids[int(anchor) : int(anchor + window)].tolist()
+        overlaps += [ngram_overlap(completion.token_ids, truth, order) for completion in group]
+    return _mean(overlaps)
 
 
 def _completion(record: dict[str, Any]) -> Completion:

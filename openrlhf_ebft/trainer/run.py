@@ -25,7 +25,8 @@ from openrlhf_ebft.trainer.checkpoints import Checkpoint, CheckpointError, Check
 from openrlhf_ebft.trainer.config_changes import check_changes
 from openrlhf_ebft.trainer.console import Console, comparison_table
 from openrlhf_ebft.trainer.ebft_trainer import EBFTTrainer, NonFiniteSteps
-from openrlhf_ebft.trainer.evaluation import EvaluationResult, compare, evaluate
+from openrlhf_ebft.trainer.evaluation import EvaluationResult, compare
+from openrlhf_ebft.trainer.evaluation_tasks import EvaluationRecorder, EvaluationTasks
 from openrlhf_ebft.trainer.interrupts import Interrupts
 from openrlhf_ebft.trainer.manifests import data_fingerprint
 from openrlhf_ebft.trainer.model_checks import check_sizes, read_models
@@ -48,6 +49,7 @@ class PreparedRun:
     tokenizer: PreTrainedTokenizerBase
     train: list[Reference]
     heldout: list[Reference]
+    tasks: EvaluationTasks
     plan: BatchPlan
     schedule: Schedule
     max_model_len: int  # of the rollout engines, in tokens
@@ -131,6 +133,7 @@ def _train(run: PreparedRun, folder: RunDirectory, checkpoint: Checkpoint | None
         folder.rollout_settings.write_text(json.dumps(settings, indent=2), encoding="utf-8")
         with closing(Tracker(folder.path, run.config)) as tracker:
             trainer = EBFTTrainer(run.config, actors, run.train, run.plan, run.schedule, tracker, console)
+            trainer.recorder = EvaluationRecorder(run.tasks, folder.path, console.say)
             if checkpoint is not None:
                 trainer.resume(checkpoint)
                 trainer.rewind_records()
@@ -210,23 +213,6 @@ def _start(run: PreparedRun, console: Console) -> RunActors:
         )
 
 
-def run_evaluation(config: EBFTConfig) -> int:
-    """Evaluates config.model.path on the held-out rows and prints the result as JSON; returns the exit code.
-
-    Raises UserError for wrong input, before Ray starts.
-    """
-    console = Console(progress=False)
-    run = prepare_run(config, console)
-    if not run.heldout:
-        raise UserError("no row is held out: set evaluation.max_examples and data.heldout_fraction above 0")
-
-    def work(actors: RunActors, interrupts: Interrupts) -> None:
-        result = evaluate(actors, config, run.heldout)
-        console.say(json.dumps({"examples": len(result.examples), **result.metrics()}, indent=2, allow_nan=False))
-
-    return on_cluster(run, console, work)
-
-
 def prepare_run(config: EBFTConfig, console: Console) -> PreparedRun:
     """Loads tokenizer and data and checks everything that can be checked without Ray. Raises UserError."""
     models = read_models(config)
@@ -236,6 +222,7 @@ def prepare_run(config: EBFTConfig, console: Console) -> PreparedRun:
     train, heldout, report = load_data(config, tokenizer)
     console.say(report.summary())
     heldout = heldout[: config.evaluation.max_examples]
+    tasks = EvaluationTasks.prepare(config, tokenizer, heldout)
     plan = BatchPlan(len(train), config.policy.prompts_per_step, config.seed, config.data.shuffle)
     schedule = make_schedule(config, plan)
     console.say(f"schedule: {_describe(config, schedule, plan)}; {len(heldout)} held-out rows are evaluated")
@@ -246,9 +233,10 @@ def prepare_run(config: EBFTConfig, console: Console) -> PreparedRun:
         tokenizer=tokenizer,
         train=train,
         heldout=heldout,
+        tasks=tasks,
         plan=plan,
         schedule=schedule,
-        max_model_len=check_sizes(config, models, [*train, *heldout]),
+        max_model_len=check_sizes(config, models, [*train, *heldout, *tasks.references]),
     )
 
 

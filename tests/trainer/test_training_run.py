@@ -96,9 +96,15 @@ def test_evaluation_of_the_trained_model_equals_the_last_one_of_its_run(folder, 
     assert code == 0, output
     last = runs.read_metrics(folder, "first")[-1]
     measured = json.loads(output[output.index("{\n") : output.rindex("}") + 1])
-    assert measured.pop("examples") == 4
-    for key, value in measured.items():
-        assert value == pytest.approx(last[key], abs=1e-4), key
+    assert measured["examples"] == 4
+    assert measured["completions"] == 12
+    assert {"ce", "alignment", "reward", "reward_best_of_n", "ngram_overlap", "perplexity"} <= set(measured["metrics"])
+    for key, entry in measured["metrics"].items():
+        assert entry["value"] == pytest.approx(last[key], abs=1e-4), key
+        assert entry["low"] <= entry["value"] + 1e-12 <= entry["high"] + 2e-12, key
+        assert entry["count"] == 4
+    for key, value in measured["completion"].items():
+        assert value == pytest.approx(last[f"completion/{key}"], abs=1e-4), key
 
 
 def test_an_existing_run_directory_is_not_overwritten(folder, first_run):
