@@ -232,3 +232,14 @@ def test_float16_is_refused_where_a_trainer_rank_would_have_no_gpu(with_gpus, pl
         list_roles(config, with_gpus=with_gpus)
     config.placement.gpus_per_trainer_rank = 1.0
     assert list_roles(config, with_gpus=True)[0].gpus == 1
+
+
+@pytest.mark.parametrize(("gpus", "shared"), [(1, True), (4, False)])
+def test_a_reference_model_has_a_place_of_its_own(gpus, shared):
+    nodes = [NodeResources(8, gpus)]
+    placement = plan_placement(make_config(policy={"kl_coef": 0.1}), nodes)
+    check(placement, nodes)
+    assert where(placement, REFERENCE) == [0]
+    assert placement.shares_gpus is shared
+    bundles = {placement.bundle_of(role, 0) for role in (TRAINER, ENGINE, FEATURES, REFERENCE)}
+    assert len(bundles) == (1 if shared else 4)
