@@ -120,7 +120,7 @@ def test_unknown_flags_name_the_nearest(write_config, flag, right):
 
 def test_far_off_keys_list_what_exists(write_config):
     (problem,) = problems(write_config(MINIMAL + "checkpoint:\n  zzz: 1\n"))
-    assert "known here: every_steps, keep_last, on_interrupt" in problem
+    assert "known here: every_steps, keep_last, keep_best" in problem
 
 
 def test_all_problems_come_at_once(write_config):
