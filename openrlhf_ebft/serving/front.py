@@ -20,6 +20,8 @@ _PASSED_CORS = (b"access-control-request-method", b"access-control-request-heade
 _HEALTH_S = 2.0  # limit for a replica to answer /health
 _SERVE_PATHS = "/-/"
 _STOPPING = "the server is starting or stopping; try again"
+_FULL = "too many requests are waiting; try again"
+_FAILED = "the server failed to answer; its log tells more"
 
 
 def middlewares() -> list[Middleware]:
@@ -47,14 +49,16 @@ class Front:
         headers = [(name, value) for name, value in scope["headers"] if name.lower() in _PASSED + _PASSED_CORS]
         clean = {**scope, "headers": headers}
         translated = _Translated(send)
-        if scope["path"] == "/health":
-            try:
-                await asyncio.wait_for(self._app(clean, receive, translated), _HEALTH_S)
-            except TimeoutError:
-                if not translated.started:
-                    await _refuse(send, _STOPPING, HTTPStatus.SERVICE_UNAVAILABLE)
+        limit = _HEALTH_S if scope["path"] == "/health" else None
+        try:
+            async with asyncio.timeout(limit):
+                await self._app(clean, receive, translated)
+        except TimeoutError:
+            if not translated.started:
+                await _refuse(send, _STOPPING, HTTPStatus.SERVICE_UNAVAILABLE)
             return
-        await self._app(clean, receive, translated)
+        if not translated.started:  # a replica died before it answered: Serve sends nothing
+            await _refuse(send, _FAILED, HTTPStatus.INTERNAL_SERVER_ERROR)
 
 
 class _Translated:
@@ -86,9 +90,10 @@ class _Translated:
         self._held = None
         # A path is unknown to Serve only while the application is not there; the application answers its own 404.
         if self._status in (HTTPStatus.NOT_FOUND, HTTPStatus.SERVICE_UNAVAILABLE):
-            await _refuse(self._send, _STOPPING, HTTPStatus.SERVICE_UNAVAILABLE)
+            message = _FULL if "backpressure" in text else _STOPPING
+            await _refuse(self._send, message, HTTPStatus.SERVICE_UNAVAILABLE)
         elif self._status >= HTTPStatus.INTERNAL_SERVER_ERROR:
-            await _refuse(self._send, "the server failed to answer; its log tells more", self._status)
+            await _refuse(self._send, _FAILED, self._status)
         else:
             await _refuse(self._send, text, self._status)
 

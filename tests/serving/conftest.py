@@ -94,7 +94,7 @@ def server(tmp_path_factory):
     config = {
         "model": {"name": "tiny", "dtype": "float32"},
         "reward_models": {name: {"path": str(folder / name)} for name in ("good", "bad")},
-        "rad": {"verify": True, "cache_tokens": 32768},
+        "rad": {"cache_tokens": 32768},
         "engine": {"kv_cache_gib": 0.1},
         "http": {"port": port, "api_keys_file": str(folder / "keys")},
         "limits": {"body_bytes": 65536, "max_tokens": 400, "prompt_tokens": 100, "top_k": 40},

@@ -28,7 +28,7 @@ WRONG: dict[str, list[Any]] = {
     "min_tokens": [-1, "1", HUGE],
     "echo": [1, "yes"],
     "user": [1, [], {}],
-    "stream_options": [{}, [], {"x": True}, {"include_usage": 1}],
+    "stream_options": [5, [], {"x": True}, {"include_usage": 1}],
     "model": ["nope", "../tiny", "tiny ", 5, [], {}],
     "rad": ["x", [], -5, {}, True, {"top_k": 3}, {"beta": -1}, {"beta": "1"}, {"beta": []},
             {"beta": 10**360},

@@ -50,7 +50,10 @@ def test_the_openai_client_sees_model_completion_and_chat(client):
     listed = client.models.list()
     assert [model.id for model in listed.data] == ["tiny"]
     assert listed.model_extra["rad"] == {"reward_models": ["good", "bad"], "default": "good", "max_top_k": 40}
-    done = client.completions.create(model="tiny", prompt="hello", max_tokens=7, temperature=0, n=2)
+    whole = {"ignore_eos": True}
+    done = client.completions.create(
+        model="tiny", prompt="hello", max_tokens=7, temperature=0.5, seed=1, n=2, extra_body=whole
+    )
     assert len(done.choices) == 2
     assert done.usage.completion_tokens == 14
     messages = [{"role": "user", "content": "hello"}]
