@@ -20,7 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,16 @@ SETTINGS: dict[str, Any] = {
 LIMIT_S = 300.0
 
 
+@dataclass(frozen=True)
+class Outcome:
+    """One line of the table."""
+
+    when: str
+    recovered_s: float | None
+    lost: str
+    good: bool = True
+
+
 @dataclass
 class Run:
     """One `openrlhf-ebft train` with its output in a file."""
@@ -48,6 +58,7 @@ class Run:
     name: str
     arguments: tuple[str, ...]
     environment: dict[str, str]
+    cluster: Cluster | None
     process: subprocess.Popen[str] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -93,145 +104,187 @@ class Run:
         self.wait_until(lambda: self.output.count(text) >= count, text)
         return time.monotonic() - start
 
-    def end(self) -> int:
-        return self.process.wait(LIMIT_S)
+    def redone(self) -> str:
+        """What the driver says about work that was lost with the trainer."""
+        return f"{re.findall(r'([0-9]+) completed steps are done again', self.output)[-1]} steps"
+
+    def restart(self) -> Outcome:
+        """Gives the command of a run whose driver is dead once more."""
+        done = self.steps()
+        self.start()
+        seconds = self.seconds_until("resumed after step ")
+        resumed = int(re.findall(r"resumed after step (\d+)", self.output)[-1])
+        return Outcome(f"step {done + 1}", seconds, f"{done - resumed} steps")
+
+    def kill(self) -> None:
+        """Kills the driver; its actors end by themselves, on a local Ray with the whole cluster."""
+        self.process.kill()
+        self.process.wait()
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """One line of the table."""
-
-    when: str
-    recovered_s: float | None
-    lost: str
-    good: bool = True
+def kill_engine(run: Run) -> Outcome:
+    return harmed(run, "RolloutEngineActor", "rollout engine 0 is back", "its requests")
 
 
-class Chaos:
-    """The cases. Each harms `run` and returns its outcome; the caller waits for the end and compares."""
-
-    def kill_engine(self, run: Run) -> Outcome:
-        return self._harm(run, "RolloutEngineActor", "rollout engine 0 is back", "its requests")
-
-    def kill_feature_network(self, run: Run) -> Outcome:
-        return self._harm(run, "FeatureNetworkActor", "feature network 0 is back", "its trees")
-
-    def kill_aggregator(self, run: Run) -> Outcome:
-        return self._harm(run, "RewardAggregatorActor", "reward aggregator is back", "the step's rewards")
-
-    def kill_trainer_rank(self, run: Run) -> Outcome:
-        return self._harm(run, "PolicyTrainerActor", "the trainer is back", None)
-
-    def hang_engine(self, run: Run) -> Outcome:
-        return self._harm(run, "RolloutEngineActor", "rollout engine 0 is back", "its requests", signal.SIGSTOP)
-
-    def hang_trainer_rank(self, run: Run) -> Outcome:
-        return self._harm(run, "PolicyTrainerActor", "the trainer is back", None, signal.SIGSTOP)
-
-    def out_of_memory(self, run: Run) -> Outcome:
-        """The engine cannot get more memory: the kernel refuses it (RLIMIT_AS), as in a container that is full."""
-        step = random.randint(4, 8)
-        run.reach(step)
-        (pid,) = victims.actors_of(run.process, "RolloutEngineActor")
-        resource.prlimit(pid, resource.RLIMIT_AS, (1, resource.RLIM_INFINITY))
-        seconds = run.seconds_until("rollout engine 0 is back")
-        return Outcome(f"step {step + 1}", seconds, "its requests")
-
-    def kill_driver(self, run: Run) -> Outcome:
-        step = random.randint(4, 8)
-        run.reach(step)
-        run.process.kill()
-        run.process.wait()
-        done = run.steps()
-        run.start()
-        seconds = run.seconds_until("resumed after step ")
-        (resumed,) = re.findall(r"resumed after step (\d+)", run.output)
-        return Outcome(f"step {step + 1}", seconds, f"{done - int(resumed)} steps")
-
-    def damage_checkpoint(self, run: Run) -> Outcome:
-        """A byte of the newest checkpoint flips while nobody looks; then the driver is killed."""
-        run.wait_until(lambda: (run.path / "checkpoints" / "step-6").exists(), "step-6")
-        run.process.kill()
-        run.process.wait()
-        done = run.steps()
-        newest = max((run.path / "checkpoints").glob("step-*[0-9]"), key=lambda path: int(path.name[5:]))
-        file = max(newest.rglob("*.pt"), key=lambda path: path.stat().st_size)
-        content = bytearray(file.read_bytes())
-        content[random.randrange(len(content))] ^= 1
-        file.write_bytes(content)
-        run.start()
-        seconds = run.seconds_until("resumed after step ")
-        (resumed,) = re.findall(r"resumed after step (\d+)", run.output)
-        return Outcome(
-            f"step {done + 1}", seconds, f"{done - int(resumed)} steps", f"passing over {newest}" in run.output
-        )
-
-    def full_disk(self, run: Run) -> Outcome:
-        """The kernel refuses the trainer's writes (RLIMIT_FSIZE) while a checkpoint is due."""
-        run.reach(4)
-        (pid,) = victims.actors_of(run.process, "PolicyTrainerActor")
-        before = resource.prlimit(pid, resource.RLIMIT_FSIZE)
-        resource.prlimit(pid, resource.RLIMIT_FSIZE, (50_000, before[1]))
-        run.seconds_until("could not be written")
-        resource.prlimit(pid, resource.RLIMIT_FSIZE, before)
-        seconds = run.seconds_until("checkpoint: ", 2)
-        return Outcome("checkpoint 6", seconds, "one checkpoint")
-
-    def _harm(
-        self, run: Run, kind: str, back: str, lost: str | None, number: signal.Signals = signal.SIGKILL
-    ) -> Outcome:
-        step = random.randint(4, 8)
-        run.reach(step)
-        victims.harm(run.process, kind, number)
-        seconds = run.seconds_until(back)
-        if lost is None:
-            (redone,) = re.findall(r"(\d+) completed steps are done again", run.output)
-            lost = f"{redone} steps"
-        return Outcome(f"step {step + 1}", seconds, lost)
+def kill_feature_network(run: Run) -> Outcome:
+    return harmed(run, "FeatureNetworkActor", "feature network 0 is back", "its trees")
 
 
-def node_environment(cluster: Cluster) -> dict[str, str]:
-    return runs.environment() | cluster.environment | {"RAY_ADDRESS": cluster.address}
+def kill_aggregator(run: Run) -> Outcome:
+    return harmed(run, "RewardAggregatorActor", "reward aggregator is back", "the step's rewards")
 
 
-def kill_node(folder: Path) -> tuple[Run, Outcome]:
-    """All actors are on one of two nodes beside the head: that node is lost whole, the other one takes over."""
-    cluster = new_cluster()
-    try:
-        cluster.start_head(cpus=1)
-        nodes = [cluster.add_node(cpus=2) for _ in range(2)]
-        run = Run(folder, "kill_node", arguments(folder, "kill_node"), node_environment(cluster))
-        step = random.randint(4, 8)
-        run.reach(step)
-        (home,) = [
-            node for node in nodes if any("ray::PolicyT" in a for a in victims.offspring(node.process.pid).values())
-        ]
-        home.kill()
-        seconds = run.seconds_until("reward aggregator is back")
-        run.end()
-        (redone,) = re.findall(r"(\d+) completed steps are done again", run.output)
-        return run, Outcome(f"step {step + 1}", seconds, f"{redone} steps")
-    finally:
-        cluster.stop()
+def kill_trainer_rank(run: Run) -> Outcome:
+    return harmed(run, "PolicyTrainerActor", "the trainer is back", None)
 
 
-def spend_budget(folder: Path) -> tuple[Run, Outcome]:
+def hang_engine(run: Run) -> Outcome:
+    return harmed(run, "RolloutEngineActor", "rollout engine 0 is back", "its requests", signal.SIGSTOP)
+
+
+def hang_trainer_rank(run: Run) -> Outcome:
+    return harmed(run, "PolicyTrainerActor", "the trainer is back", None, signal.SIGSTOP)
+
+
+def harmed(run: Run, kind: str, back: str, lost: str | None, number: signal.Signals = signal.SIGKILL) -> Outcome:
+    """Sends a signal to an actor; `lost` None: the trainer, which says itself what is done again."""
+    step = random.randint(4, 8)
+    run.reach(step)
+    victims.harm(run.process, kind, number)
+    seconds = run.seconds_until(back)
+    return Outcome(f"step {step + 1}", seconds, lost or run.redone())
+
+
+def out_of_memory(run: Run) -> Outcome:
+    """The engine gets no more memory: the kernel refuses it (RLIMIT_AS), as in a container that is full."""
+    step = random.randint(4, 8)
+    run.reach(step)
+    (pid,) = victims.actors_of(run.process, "RolloutEngineActor")
+    resource.prlimit(pid, resource.RLIMIT_AS, (1, resource.RLIM_INFINITY))
+    seconds = run.seconds_until("rollout engine 0 is back")
+    return Outcome(f"step {step + 1}", seconds, "its requests")
+
+
+def kill_driver(run: Run) -> Outcome:
+    run.reach(random.randint(4, 8))
+    run.kill()
+    return run.restart()
+
+
+def damage_checkpoint(run: Run) -> Outcome:
+    """The driver is killed, and a byte of the newest checkpoint flips while nobody looks."""
+    run.wait_until(lambda: (run.path / "checkpoints" / "step-6").exists(), "step-6")
+    run.kill()
+    newest = max((run.path / "checkpoints").glob("step-*[0-9]"), key=lambda path: int(path.name[5:]))
+    file = max(newest.rglob("*.pt"), key=lambda path: path.stat().st_size)
+    content = bytearray(file.read_bytes())
+    content[random.randrange(len(content))] ^= 1
+    file.write_bytes(content)
+    outcome = run.restart()
+    return replace(outcome, good=f"passing over {newest}" in run.output)
+
+
+def full_disk(run: Run) -> Outcome:
+    """The kernel refuses the trainer's writes (RLIMIT_FSIZE) while a checkpoint is due."""
+    run.reach(4)
+    (pid,) = victims.actors_of(run.process, "PolicyTrainerActor")
+    before = resource.prlimit(pid, resource.RLIMIT_FSIZE)
+    resource.prlimit(pid, resource.RLIMIT_FSIZE, (50_000, before[1]))
+    run.seconds_until("could not be written")
+    resource.prlimit(pid, resource.RLIMIT_FSIZE, before)
+    seconds = run.seconds_until("checkpoint: ", 2)
+    return Outcome("checkpoint 6", seconds, "one checkpoint")
+
+
+def kill_node(run: Run) -> Outcome:
+    """All actors are on one of two nodes beside the head's: it is lost whole, and the other one takes over."""
+    assert run.cluster is not None
+    step = random.randint(4, 8)
+    run.reach(step)
+    _, *others = run.cluster.nodes
+    homes = [node for node in others if "ray::PolicyTrainer" in str(victims.offspring(node.process.pid))]
+    homes[0].kill()
+    seconds = run.seconds_until("reward aggregator is back")
+    return Outcome(f"step {step + 1}", seconds, run.redone())
+
+
+def spend_budget(run: Run) -> Outcome:
     """The engine is killed whenever it is back: past the budget the run ends with one message and exit code 1."""
-    run = Run(folder, "spend_budget", arguments(folder, "spend_budget", max_restarts=2), runs.environment())
     run.reach(3)
     for number in range(1, 4):
         victims.harm(run.process, "RolloutEngineActor")
         if number < 3:
             run.seconds_until("rollout engine 0 is back", number)
-    code = run.end()
+    code = run.process.wait(LIMIT_S)
     errors = [line for line in run.output.splitlines() if line.startswith("error: ")]
     good = code == 1 and len(errors) == 1 and "recovery.max_restarts = 2" in errors[0]
-    return run, Outcome("step 4", None, f"run ended, exit code {code}", good)
+    return Outcome("step 4 on", None, f"run ended, exit code {code}", good)
 
 
-def arguments(folder: Path, name: str, **recovery: int) -> tuple[str, ...]:
-    settings = SETTINGS | {"recovery": SETTINGS["recovery"] | recovery}
-    return (str(runs.write_config(folder, name, **settings)), "--resume", "auto")
+@dataclass(frozen=True)
+class Case:
+    """What happens to a run, and how the run is prepared for it."""
+
+    harm: Callable[[Run], Outcome]
+    recovery: dict[str, int] = field(default_factory=dict)
+    nodes: int = 0  # further nodes of a cluster of its own; 0: the run starts a local Ray
+    survives: bool = True
+
+
+CASES = {
+    case.harm.__name__: case
+    for case in (
+        Case(kill_engine),
+        Case(kill_feature_network),
+        Case(kill_aggregator),
+        Case(kill_trainer_rank),
+        Case(kill_driver),
+        Case(kill_node, nodes=2),
+        Case(hang_engine),
+        Case(hang_trainer_rank),
+        Case(out_of_memory),
+        Case(full_disk),
+        Case(damage_checkpoint),
+        Case(spend_budget, recovery={"max_restarts": 2}, survives=False),
+    )
+}
+
+
+def start(folder: Path, name: str, case: Case, cluster: Cluster | None) -> Run:
+    settings = SETTINGS | {"recovery": SETTINGS["recovery"] | case.recovery}
+    environment = runs.environment()
+    if cluster is not None:
+        environment |= cluster.environment | {"RAY_ADDRESS": cluster.address}
+    return Run(
+        folder, name, (str(runs.write_config(folder, name, **settings)), "--resume", "auto"), environment, cluster
+    )
+
+
+def row_of(folder: Path, name: str, straight: Run) -> tuple[tuple[str, ...], bool]:
+    """Runs a case; returns its line of the table and whether it ended as it should."""
+    case = CASES[name]
+    cluster = new_cluster() if case.nodes else None
+    run = None
+    try:
+        if cluster is not None:
+            cluster.start_head(cpus=1)
+            for _ in range(case.nodes):
+                cluster.add_node(cpus=2)
+        run = start(folder, name, case, cluster)
+        outcome = case.harm(run)
+        ended = run.process.wait(LIMIT_S) == 0
+        equal = ended and is_equal(run, straight)
+    except (AssertionError, subprocess.TimeoutExpired) as error:
+        print(error, file=sys.stderr)
+        return (name, "-", "-", "-", "NO"), False
+    finally:
+        if run is not None:
+            run.kill()
+        if cluster is not None:
+            cluster.stop()
+    seconds = "-" if outcome.recovered_s is None else f"{outcome.recovered_s:.1f} s"
+    shown = ("yes" if equal else "NO") if case.survives else "-"
+    return (name, outcome.when, seconds, outcome.lost, shown), outcome.good and (equal or not case.survives)
 
 
 def is_equal(run: Run, straight: Run) -> bool:
@@ -243,46 +296,34 @@ def is_equal(run: Run, straight: Run) -> bool:
 
 
 def main() -> int:
-    cases = [name for name in vars(Chaos) if not name.startswith("_")]
-    alone = {"kill_node": kill_node, "spend_budget": spend_budget}
-    parser = argparse.ArgumentParser(
-        prog="python -m scripts.chaos", description="Harm runs and show what became of them."
-    )
-    parser.add_argument("cases", nargs="*", metavar="CASE", help=f"default: all of {', '.join([*cases, *alone])}")
+    description = "Harm runs and show what became of them."
+    parser = argparse.ArgumentParser(prog="python -m scripts.chaos", description=description)
+    parser.add_argument("cases", nargs="*", metavar="CASE", help=f"default: all of {', '.join(CASES)}")
     parser.add_argument("--seed", type=int, default=None, help="seed of the random moments; default: a new one")
     parser.add_argument("--engine", choices=["vllm", "transformers"], default="vllm", help="rollout engine")
     options = parser.parse_args()
-    wanted = options.cases or [*cases, *alone]
-    unknown = [name for name in wanted if name not in cases and name not in alone]
+    unknown = [name for name in options.cases if name not in CASES]
     if unknown:
-        parser.error(f"unknown case {unknown[0]}: choose from {', '.join([*cases, *alone])}")
+        parser.error(f"unknown case {unknown[0]}: choose from {', '.join(CASES)}")
     random.seed(options.seed)
     SETTINGS["rollout"] = {"engine": options.engine}
     folder = Path(tempfile.mkdtemp(prefix="chaos-"))
     runs.write_inputs(folder, rows=30)
-    straight = Run(folder, "straight", arguments(folder, "straight"), runs.environment())
-    assert straight.end() == 0, straight.output
+    straight = start(folder, "straight", Case(kill_engine), None)
+    assert straight.process.wait(LIMIT_S) == 0, straight.output
     rows = [("failure", "in", "recovered", "done twice", "equal result")]
-    failed = False
-    for name in wanted:
-        if name in alone:
-            run, outcome = alone[name](folder)
-        else:
-            run = Run(folder, name, arguments(folder, name), runs.environment())
-            outcome = getattr(Chaos(), name)(run)
-            run.end()
-        ended = run.process.returncode == 0
-        equal = is_equal(run, straight) if ended else None
-        failed = failed or not outcome.good or (equal is not True and name != "spend_budget")
-        seconds = "-" if outcome.recovered_s is None else f"{outcome.recovered_s:.1f} s"
-        rows.append((name, outcome.when, seconds, outcome.lost, {True: "yes", False: "NO", None: "-"}[equal]))
-        print("  ".join(rows[-1]), flush=True)
+    all_good = True
+    for name in options.cases or CASES:
+        row, good = row_of(folder, name, straight)
+        print("  ".join(row), flush=True)
+        rows.append(row)
+        all_good = all_good and good
     print("\n" + aligned(rows))
-    if failed:
-        print(f"logs: {folder}")
-    else:
+    if all_good:
         shutil.rmtree(folder)
-    return int(failed)
+        return 0
+    print(f"logs: {folder}", file=sys.stderr)
+    return 1
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.stack
 def folder(tmp_path_factory):
     """Pairs of which every seventh has a `7`, and a model `bad` in which that token's embedding is infinite."""
     path = tmp_path_factory.mktemp("nonfinite")
-    runs.write_inputs(path, rows=21)
+    runs.write_inputs(path, rows=20)
     rows = [json.loads(line) for line in (path / "pairs.jsonl").read_text().splitlines()]
     for row in rows[::7]:
         row["ground_truth"] += " 7"
@@ -33,7 +33,7 @@ def folder(tmp_path_factory):
 
 def settings(**policy):
     return {
-        "rollout": {"engine": "transformers"},
+        "rollout": {"engine": "transformers", "max_new_tokens": 2, "min_length_limit": 1},
         "policy": {"prompts_per_step": 2, "micro_batch_size": 1, "sft_warmup_steps": 0, "epochs": 1, **policy},
         "data": {"heldout_fraction": 0.0},
         "evaluation": {"max_examples": 0},
@@ -43,20 +43,21 @@ def settings(**policy):
 def check_skipped(records, reason):
     """Three examples have the token: the steps that hold them changed nothing, and say why; the others went on."""
     skipped = [record for record in records if record["applied"] == 0]
-    assert 1 <= len(skipped) <= 3
+    assert 1 <= len(skipped) < len(records)
     examples = [example for record in skipped for example in record["skipped_examples"]]
-    assert len(examples) == 3 and all(record["skipped_because"] == reason for record in skipped)
+    assert len(examples) == len(set(examples)) and all(record["skipped_because"] == reason for record in skipped)
     assert records[-1]["nonfinite_steps"] == len(skipped)
     return examples
 
 
 def test_features_that_are_not_finite_cost_their_step_and_no_more(folder):
-    options = settings(max_steps=10) | {"features": {"path": str(folder / "bad")}}
+    options = settings(max_steps=10, max_nonfinite_steps=10) | {"features": {"path": str(folder / "bad")}}
     code, output = runs.run("train", str(runs.write_config(folder, "features", **options)))
     assert code == 0, output
     records = runs.read_metrics(folder, "features")
     assert [record["step"] for record in records] == list(range(1, 11))
-    check_skipped(records, "features are not finite")
+    # The sampler may draw the token, too, so that more than the three rows are concerned.
+    assert len(check_skipped(records, "features are not finite")) >= 3
     versions = [record["rollout/weight_version"] for record in records]
     applied = [record["applied"] for record in records]
     assert versions == [sum(applied[:number]) for number in range(10)], "a skipped step must not change the weights"
@@ -68,6 +69,7 @@ def test_a_loss_that_is_not_finite_costs_its_step_and_names_the_examples(folder)
     code, output = runs.run("train", str(runs.write_config(folder, "loss", **options)))
     assert code == 0, output
     names = check_skipped(runs.read_metrics(folder, "loss"), "the loss is not finite")
+    assert len(names) == 3
     assert all(f"examples {name}" in output or f", {name}" in output for name in names)
     model = AutoModelForCausalLM.from_pretrained(folder / "runs" / "loss" / "model")
     assert not any(parameter.isnan().any() for parameter in model.parameters())
