@@ -22,7 +22,7 @@ import time
 from pathlib import Path
 
 import torch
-from rad import BETA, PROMPT, TOP_K, build_models, make_processor, stateless_by_steps, time_generate
+from rad import BETA, CLOCKS, PROMPT, TOP_K, build_models, make_processor, stateless_by_steps, time_generate
 
 from openrlhf_ebft.core.cpu_linear import pack_linears
 
@@ -54,14 +54,14 @@ def start_engine(args: argparse.Namespace, folder: Path):
     )
 
 
-def reward_floor(reward: torch.nn.Module, tokens: int, repeats: int) -> float:
+def reward_floor(reward: torch.nn.Module, tokens: int, repeats: int, clock) -> float:
     """Median seconds of a reward forward over `tokens` rows of one token."""
     seconds = []
     with torch.inference_mode():
         for _ in range(repeats + 1):
-            started = time.perf_counter()
+            started = clock()
             reward.model(input_ids=torch.zeros(1, tokens, dtype=torch.long).T, use_cache=False)
-            seconds.append(time.perf_counter() - started)
+            seconds.append(clock() - started)
     return statistics.median(seconds[1:])
 
 
@@ -71,6 +71,7 @@ def run_engine(args: argparse.Namespace) -> list[dict]:
 
     _, reward, tokenizer = build_models(args.model, "same", getattr(torch, args.dtype))
     ids = tokenizer(PROMPT).input_ids
+    clock = CLOCKS[args.clock]
     extra = {"rad_beta": BETA, "rad_top_k": TOP_K} if args.path == "vllm-rad" else None
     rows = []
     with tempfile.TemporaryDirectory() as folder, torch.compiler.set_stance("force_eager"):
@@ -81,21 +82,21 @@ def run_engine(args: argparse.Namespace) -> list[dict]:
 
         def generate(count: int, new: int) -> float:
             params = SamplingParams(temperature=0.0, max_tokens=new, ignore_eos=True, extra_args=extra)
-            started = time.perf_counter()
+            started = clock()
             outputs = engine.generate([{"prompt_token_ids": ids}] * count, params, use_tqdm=False)
-            seconds = time.perf_counter() - started
+            seconds = clock() - started
             assert all(len(output.outputs[0].token_ids) == new for output in outputs)
             return seconds
 
         for count in args.concurrency:
-            generate(count, 4)
-            before = reward_seconds(engine)
+            generate(count, 2)
+            before, started = reward_seconds(engine), time.perf_counter()
             seconds = [generate(count, args.new_tokens) for _ in range(args.repeats)]
-            share = (reward_seconds(engine) - before) / sum(seconds)
+            share = (reward_seconds(engine) - before) / (time.perf_counter() - started)
             row = {"path": args.path, "concurrency": count, "seconds": statistics.median(seconds)}
             if extra is not None:
                 row |= {"reward_share": share, "reward_step_s": share * row["seconds"] / args.new_tokens}
-                row |= {"reward_floor_s": reward_floor(reward, count * TOP_K, 3)}
+                row |= {"reward_floor_s": reward_floor(reward, count * TOP_K, args.repeats, clock)}
             rows.append(row)
     return rows
 
@@ -112,6 +113,7 @@ def run_generate(args: argparse.Namespace) -> list[dict]:
     if kind == "cached":
         pack_linears(reward)  # as RAD.steer() does
     ids = tokenizer(PROMPT, return_tensors="pt").input_ids
+    clock = CLOCKS[args.clock]
     rows = []
     for count in args.concurrency:
         prompt = ids.repeat(count, 1)
@@ -120,10 +122,10 @@ def run_generate(args: argparse.Namespace) -> list[dict]:
             return make_processor(kind, reward, tokenizer, prompt)
 
         if kind == "stateless":
-            seconds = stateless_by_steps(lm, processors()[0], prompt, args.new_tokens, time.perf_counter)
+            seconds = stateless_by_steps(lm, processors()[0], prompt, args.new_tokens, clock)
         else:
-            time_generate(lm, processors, prompt, 4, 1, time.perf_counter)
-            seconds = time_generate(lm, processors, prompt, args.new_tokens, args.repeats, time.perf_counter)
+            time_generate(lm, processors, prompt, 2, 1, clock)
+            seconds = time_generate(lm, processors, prompt, args.new_tokens, args.repeats, clock)
         rows.append({"path": args.path, "concurrency": count, "seconds": seconds})
     return rows
 
@@ -150,6 +152,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16", help="dtype of both models")
     parser.add_argument("--new-tokens", type=int, default=64, help="tokens of each response")
     parser.add_argument("--repeats", type=int, default=3, help="runs per cell (median)")
+    parser.add_argument("--clock", choices=sorted(CLOCKS), default="wall", help="what a second is (see rad.py)")
     parser.add_argument("--concurrency", type=int, nargs="+", default=list(CONCURRENCY), help="requests at once")
     parser.add_argument("--path", choices=PATHS, nargs="+", default=list(PATHS), help="what to measure")
     parser.add_argument("--output", type=Path, required=True, help="JSON file to which rows are added")

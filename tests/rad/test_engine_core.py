@@ -203,6 +203,17 @@ def test_removed_requests_give_their_blocks_back():
     assert [scorer.pool.used for scorer in engine.scorers.values()] == [0, 0]
 
 
+def test_placeholder_that_is_replaced_before_the_step_is_no_fault():
+    """Asynchronous scheduling: the newest token is -1 when the batch is updated and known when logits are shifted."""
+    engine = engine_of(models())
+    outputs = [5, -1]
+    row = engine.add(RADRequest(2.0, top_k=3), [3, 4], outputs)
+    outputs[1:] = [9]
+    engine.apply(logits(1), {0: row})
+    assert row.error is None
+    assert row.tokens == [3, 4, 5, 9]
+
+
 def test_trace_has_every_step_and_survives_preemption():
     engine = engine_of(models())
     request = RADRequest(2.0, top_k=4, trace="t", weights=(("kind", 1.0), ("toxic", -1.0)))
