@@ -15,7 +15,7 @@ from tests.processes import ROOT
 from tests.tiny_models import tiny_llama, tiny_tokenizer
 
 _TEXT = "the cat sat on a mat and then ran off to see one more dog near an old red hut by sea"
-_WORDS = _TEXT.split()
+WORDS = _TEXT.split()
 
 
 def write_inputs(folder: Path, rows: int = 40) -> None:
@@ -24,7 +24,7 @@ def write_inputs(folder: Path, rows: int = 40) -> None:
     tiny_tokenizer(folder / "model")
     with (folder / "pairs.jsonl").open("w") as file:
         for i in range(rows):
-            words = [_WORDS[(i * 7 + k * (1 + i % 5)) % len(_WORDS)] for k in range(9)]
+            words = [WORDS[(i * 7 + k * (1 + i % 5)) % len(WORDS)] for k in range(9)]
             file.write(json.dumps({"prompt": " ".join(words[:4]), "ground_truth": " " + " ".join(words[4:])}) + "\n")
 
 
