@@ -38,7 +38,7 @@ class Server:
     def log(self) -> str:
         return (self.folder / "log").read_text(errors="replace")
 
-    def post(self, body: dict, path: str = "/v1/completions", timeout: float = 60) -> httpx.Response:
+    def post(self, body: dict, path: str = "/v1/completions", timeout: float = 120) -> httpx.Response:
         return httpx.post(self.url + path, json=body, headers=self.headers, timeout=timeout)
 
     def complete(self, **body) -> dict:
@@ -52,7 +52,7 @@ class Server:
     def metric(self, name: str, **labels) -> float:
         """The sum of a metric over the labels that are not given."""
         total = 0.0
-        for line in httpx.get(f"{self.url}/metrics", headers=self.headers, timeout=60).text.splitlines():
+        for line in httpx.get(f"{self.url}/metrics", headers=self.headers, timeout=120).text.splitlines():
             if line.split("{")[0].split(" ")[0] == name and all(f'{k}="{v}"' in line for k, v in labels.items()):
                 total += float(line.rsplit(" ", 1)[1])
         return total
