@@ -16,6 +16,14 @@ if TYPE_CHECKING:
     from openrlhf_ebft.rad.engine.scorer import PrefixScorer
 
 
+def allowed_difference(dtype: torch.dtype) -> float:
+    """What two correct computations may differ by: matrix products of other shapes round differently.
+
+    Measured in float32: 1e-5 for a model of 30 blocks; a wrong mask or position changes scores by 1e-3 and more.
+    """
+    return 1e-4 if torch.finfo(dtype).bits >= 32 else score_tolerance(dtype)
+
+
 def full_scores(scorer: PrefixScorer, row: ScoreRow) -> torch.Tensor:
     """Scores [K] of a row, each from a forward over all of prefix + candidate."""
     value = RewardModelValue(
@@ -30,7 +38,7 @@ def full_scores(scorer: PrefixScorer, row: ScoreRow) -> torch.Tensor:
 
 def check_step(scorer: PrefixScorer, rows: list[ScoreRow], scores: torch.Tensor) -> None:
     """Raise RuntimeError when a score is not that of a full forward."""
-    limit = score_tolerance(scorer.dtype)
+    limit = allowed_difference(scorer.dtype)
     for row, got in zip(rows, scores.split([len(row.candidates) for row in rows]), strict=True):
         if row.refused:
             continue
@@ -47,7 +55,7 @@ def check_small_steps(scorer: PrefixScorer) -> None:
     """Three short steps of two rows; raises ValueError when this model cannot be scored from a cache of blocks."""
     generator = torch.Generator().manual_seed(0)
     text = torch.randint(0, scorer.vocab_limit, (2, 8), generator=generator).tolist()
-    limit = score_tolerance(scorer.dtype)
+    limit = allowed_difference(scorer.dtype)
     prefixes = [StoredPrefix(), StoredPrefix()]
     for length in (4, 5, 6):
         if scorer.max_length is not None and length + 1 >= scorer.max_length:
