@@ -14,6 +14,7 @@ from ray import ObjectRef
 from openrlhf_ebft.actors.pulse import Pulse
 
 _IN_CONSTRUCTOR = "raised in its creation task"
+_OUT_OF_MEMORY = re.compile(r"Memory on the node \((IP: [^,)]+).*?\) was (.*? used / .*? limit)", re.DOTALL)
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 _LOOK_S = 0.5  # time between looks at the pulses of actors that are waited for
 
@@ -28,7 +29,7 @@ class ActorError(RuntimeError):
     @property
     def is_loss(self) -> bool:
         """Whether the actor is gone, stuck or out of memory: another in its place may do the work."""
-        return isinstance(self, ActorGone | ActorHung | ActorTimeout) or _is_out_of_memory(self.cause)
+        return isinstance(self, ActorGone | ActorHung | ActorTimeout) or _is_out_ofmemory_report(self.cause)
 
     @property
     def may_pass(self) -> bool:
@@ -112,7 +113,7 @@ def outcomes(
             return
 
 
-def _is_out_of_memory(cause: BaseException | None) -> bool:
+def _is_out_ofmemory_report(cause: BaseException | None) -> bool:
     """Memory that Python, torch on a GPU, or torch on the CPU (a plain RuntimeError) did not get."""
     return (
         isinstance(cause, MemoryError)
@@ -143,10 +144,19 @@ def _result(phase: str, name: str, call: ObjectRef) -> Any:
         text = str(error)
         if _IN_CONSTRUCTOR in text:
             return ActorError(f"{phase}: {name} failed: {_last_exception(text)}", error)
+        if _OUT_OF_MEMORY.search(text):
+            return ActorGone(f"{phase}: {name} is gone: {memory_report(text)}", error)
         cause_text = text.rpartition("\n")[2].partition(" Some common causes")[0]
         return ActorGone(f"{phase}: {name} is gone: {cause_text} It was killed, or memory ran out (see dmesg).", error)
     except ray.exceptions.RayError as error:
-        return ActorGone(f"{phase}: {name} is gone: {error}", error)
+        text = str(error)
+        return ActorGone(f"{phase}: {name} is gone: {memory_report(text) or _first_line(error)}", error)
+
+
+def memory_report(text: str) -> str:
+    """What Ray's memory monitor, which ends the workers of a full node, says of the node; empty in other texts."""
+    found = _OUT_OF_MEMORY.search(text)
+    return f"Ray ended it because its node ran out of memory ({found[1]}, {found[2]})" if found else ""
 
 
 def _first_line(error: BaseException) -> str:

@@ -7,10 +7,11 @@ import time
 
 import pytest
 import ray
+import torch
 
 from openrlhf_ebft.actors.pulse import start_pulse
 from openrlhf_ebft.actors.restarts import Crew, RestartBudget, RestartsSpent
-from openrlhf_ebft.actors.waiting import ActorError, ActorGone, StateLost
+from openrlhf_ebft.actors.waiting import ActorError, ActorGone, StateLost, memory_report
 from openrlhf_ebft.config.durability import RecoveryConfig
 
 
@@ -62,6 +63,34 @@ def test_no_restart_is_made_when_none_is_allowed():
     budget, _ = make_budget(Clock(), max_restarts=0)
     with pytest.raises(RestartsSpent, match="x; recovery.max_restarts = 0 allows no restart"):
         budget.spend(ActorGone("x"))
+
+
+def test_what_ray_says_of_a_full_node_is_cut_to_its_figures():
+    """The text is the beginning of what a machine that was really full gave."""
+    text = (
+        "4 worker(s) were killed due to the node running low on memory. Memory on the node (IP: 192.0.2.2, ID: 40f4) "
+        "was 22.68GB used / 23.54GB limit (0.963444)\nOOM kill reason: Memory usage 24015777792B exceeded threshold ..."
+    )
+    report = "Ray ended it because its node ran out of memory (IP: 192.0.2.2, 22.68GB used / 23.54GB limit)"
+    assert memory_report(text) == report
+    assert memory_report("The actor died unexpectedly before finishing this task.") == ""
+
+
+@pytest.mark.parametrize(
+    ("cause", "is_loss"),
+    [
+        (MemoryError(), True),
+        (
+            RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes"),
+            True,
+        ),
+        (torch.OutOfMemoryError("CUDA out of memory"), True),
+        (RuntimeError("shape mismatch"), False),
+        (ValueError("can't allocate memory"), False),
+    ],
+)
+def test_an_actor_without_memory_counts_as_lost(cause, is_loss):
+    assert ActorError("train: rank 0 failed", cause).is_loss == is_loss
 
 
 class Worker:
