@@ -2,6 +2,7 @@
 
 import json
 import math
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -9,8 +10,11 @@ import yaml
 from openrlhf_ebft.config import ConfigError, load_config
 from openrlhf_ebft.core.completion_metrics import CompletionMetrics
 from openrlhf_ebft.core.experience import Completion, Rollout
+from openrlhf_ebft.data.tokenizers import load_run_tokenizer
+from openrlhf_ebft.rollouts.engine import build_engine
 from openrlhf_ebft.trainer.evaluation import EvaluationResult, ExampleResult
 from openrlhf_ebft.trainer.evaluation_tasks import EvaluationRecorder, EvaluationTasks, held_out_table
+from openrlhf_ebft.trainer.run import sampling_settings
 from tests.trainer import runs
 
 pytest.importorskip("sacrebleu")
@@ -36,9 +40,11 @@ def tasks(folder, **more):
     return {"tasks": ["code", "translation"], **settings, **more}
 
 
+@pytest.mark.stack
 def test_run_and_command_measure_the_tasks_and_training_does_not_notice(folder):
-    plain = runs.write_config(folder, "plain")
-    measured = runs.write_config(folder, "measured", evaluation=tasks(folder, every_steps=1))
+    quick = {"engine": "transformers"}
+    plain = runs.write_config(folder, "plain", rollout=quick)
+    measured = runs.write_config(folder, "measured", rollout=quick, evaluation=tasks(folder, every_steps=1))
     for config in (plain, measured):
         code, output = runs.run("train", str(config))
         assert code == 0, output
@@ -62,6 +68,34 @@ def test_run_and_command_measure_the_tasks_and_training_does_not_notice(folder):
     assert result["translation"]["chrf"]["value"] == pytest.approx(evaluations[-1]["translation/chrf"], abs=1e-6)
     assert result["sampling"]["sampling/temperature"] == 0.6
     assert result["model"] == str(model)
+
+
+def test_problems_are_completed_by_an_engine_and_run(folder):
+    """Without Ray: the plain engine class in the place of its group of actors."""
+    config = load_config(
+        runs.write_config(
+            folder, "engine", rollout={"engine": "transformers"}, evaluation=tasks(folder, tasks=["code"])
+        )
+    )
+    tokenizer = load_run_tokenizer(config)
+    suite = EvaluationTasks.prepare(config, tokenizer, heldout=[])
+    engine = build_engine(
+        config.model.path,
+        config.rollout,
+        sampling_settings(config, tokenizer),
+        dtype=config.model.dtype,
+        max_model_len=128,
+        seed=config.seed,
+        threads=1,
+    )
+    engine_group = SimpleNamespace(rollout=engine)
+    table = suite._code(engine_group)
+    assert (table["problems"], table["programs"]) == (2, 4)
+    assert table["outcomes"] == {"passed": 2, "failed": 2}
+    assert table["pass@1"]["value"] == table["pass@2"]["value"] == 0.5
+    assert [detail["task_id"] for detail in table["details"]] == ["easy", "easy", "hard", "hard"]
+    again = suite._code(engine_group)
+    assert again == table  # seeds depend on run seed and problem alone
 
 
 @pytest.fixture
