@@ -103,7 +103,10 @@ def start_server(config: ServingConfig, key_digests: Sequence[bytes]) -> Running
     http = config.http
     if not any(actor["namespace"] == "serve" for actor in ray.util.list_named_actors(all_namespaces=True)):
         _require_free(http.host, http.port)
-    serve.start(http_options={"host": http.host, "port": http.port, "request_timeout_s": None})
+    try:
+        serve.start(http_options={"host": http.host, "port": http.port, "request_timeout_s": None})
+    except (ray.exceptions.RayError, TimeoutError, RuntimeError) as error:
+        raise ServerError(f"Ray Serve could not start at {http.host}:{http.port}: {error}") from error
     deployment = serve.deployment(RADServer).options(**deployment_options(config))
     try:
         target = serve.RunTarget(deployment.bind(config, tuple(key_digests)), name=APPLICATION, route_prefix="/")
@@ -127,8 +130,13 @@ def _require_free(host: str, port: int) -> None:
 
 
 def proxy_environment() -> dict[str, str]:
-    """Environment that Ray Serve's proxies need; set before a local cluster starts."""
-    return dict([SETTING])
+    """Environment that Ray Serve's controller and proxies need; set before a local cluster starts.
+
+    Serve replaces a proxy that is not up within 5 s or silent for 10 s, and all its connections with it: too eager for
+    a machine whose cores load models.
+    """
+    limits = ("RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S", "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S")
+    return dict([SETTING]) | dict.fromkeys(limits, "120")
 
 
 def deployment_options(config: ServingConfig) -> dict[str, Any]:
