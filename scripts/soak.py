@@ -47,7 +47,7 @@ class Sampler(threading.Thread):
     def run(self) -> None:
         while not self._ended.wait(1.0):
             step = self._step()
-            if step:
+            if step and ray.is_initialized():  # asking a Ray that has ended would start another
                 for key, value in self._measure():
                     self.samples[key].append((step, value))
 
@@ -92,7 +92,10 @@ def table(samples: Samples) -> str:
     """Slopes by least squares over the samples after step 50."""
     rows = [("measured", "at step 50", "at the end", "slope per 100 steps", "samples")]
     for (name, unit), values in samples.items():
-        steps, amounts = np.array([v for v in values if v[0] >= SETTLED_AFTER], dtype=float).T
+        settled = [value for value in values if value[0] >= SETTLED_AFTER]
+        if len({step for step, _ in settled}) < 2:
+            continue
+        steps, amounts = np.array(settled, dtype=float).T
         slope = np.polyfit(steps, amounts, 1)[0]
         rows.append(
             (name, f"{amounts[0]:.1f} {unit}", f"{amounts[-1]:.1f}", f"{100 * slope:+.3f} {unit}", str(len(steps)))

@@ -50,10 +50,10 @@ def check_changes(saved: Manifest, config: EBFTConfig, *, allow: bool) -> list[s
     changes = dict(_differences(saved.config, config.model_dump(mode="json")))
     lines = {key: f"  {key}: {old} in the checkpoint, now {new}" for key, (old, new) in changes.items()}
     fixed = [f"{lines[key]} ({_FIXED_KEYS[key]})" for key in changes if key in _FIXED_KEYS]
+    serious = [] if allow else [line for key, line in lines.items() if not _is_free(key) and key not in _FIXED_KEYS]
     if fixed:
-        raise UserError("\n".join(["the checkpoint cannot be used with these changes:", *fixed]))
-    serious = [line for key, line in lines.items() if not _is_free(key)]
-    if serious and not allow:
+        raise UserError("\n".join(["the checkpoint cannot be used with these changes:", *fixed, *serious]))
+    if serious:
         hint = "put them back, or add --allow-config-change to go on with the new values:"
         raise UserError("\n".join([f"the configuration differs from the checkpoint's; {hint}", *serious]))
     notes = [f"changed:{line.removeprefix(' ')}" for line in lines.values()]
