@@ -6,17 +6,22 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
+import numpy as np
+
 from openrlhf_ebft.evaluation.optional import require
-from openrlhf_ebft.evaluation.statistics import bootstrap_mean
+from openrlhf_ebft.evaluation.statistics import LEVEL, bootstrap_mean
 
 
-def score_translations(hypotheses: Sequence[str], references: Sequence[str], *, resamples: int) -> dict[str, Any]:
-    """Corpus BLEU and chrF on sacrebleu's scale of 0 to 100, each with sacrebleu's bootstrap interval and signature.
+def score_translations(
+    hypotheses: Sequence[str], references: Sequence[str], *, seed: int, resamples: int
+) -> dict[str, Any]:
+    """Corpus BLEU and chrF on sacrebleu's scale of 0 to 100, each with a bootstrap interval and sacrebleu's signature.
 
     Args:
         hypotheses: one text an example.
         references: its ground truth.
-        resamples: of the bootstrap, whose seed is sacrebleu's (variable SACREBLEU_SEED, default 12345).
+        seed: of the intervals.
+        resamples: of the bootstrap over examples.
     Raises:
         ValueError: the lengths differ or there is no example.
         UserError: sacrebleu is not installed.
@@ -26,13 +31,25 @@ def score_translations(hypotheses: Sequence[str], references: Sequence[str], *, 
     sacrebleu = require("sacrebleu", "evaluation.tasks = [translation]")
     table: dict[str, Any] = {"examples": len(hypotheses)}
     for name, metric in (("bleu", sacrebleu.BLEU()), ("chrf", sacrebleu.CHRF())):
-        value = metric.corpus_score(list(hypotheses), [list(references)])
-        table[name] = {"value": value.score, "low": None, "high": None, "count": len(hypotheses)}
-        if len(hypotheses) > 1:
-            spread = metric.corpus_score(list(hypotheses), [list(references)], n_bootstrap=resamples)
-            table[name] |= {"low": float(spread._mean - spread._ci), "high": float(spread._mean + spread._ci)}
+        value = metric.corpus_score(list(hypotheses), [list(references)]).score
+        low, high = _interval(metric, hypotheses, references, seed, resamples)
+        table[name] = {"value": float(value), "low": low, "high": high, "count": len(hypotheses)}
         table[name]["signature"] = str(metric.get_signature())
     return table
+
+
+def _interval(
+    metric: Any, hypotheses: Sequence[str], references: Sequence[str], seed: int, resamples: int
+) -> tuple[float | None, float | None]:
+    """Percentile interval of a corpus score. sacrebleu's own bootstrap fails where a resample scores 0 in chrF."""
+    if len(hypotheses) < 2:
+        return None, None
+    counts = metric._extract_corpus_statistics(list(hypotheses), [list(references)])
+    generator = np.random.default_rng(seed)
+    draws = (generator.integers(0, len(counts), len(counts)) for _ in range(resamples))
+    scores = [float(metric._aggregate_and_compute([counts[i] for i in draw]).score) for draw in draws]
+    low, high = np.quantile(scores, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
+    return float(low), float(high)
 
 
 def score_comet(triples: Sequence[tuple[str, str, str]], model: str, *, seed: int, resamples: int) -> dict[str, Any]:

@@ -13,6 +13,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from openrlhf_ebft.actors.cluster import RunActors
+from openrlhf_ebft.actors.waiting import ActorError
 from openrlhf_ebft.config.sections import EBFTConfig
 from openrlhf_ebft.core.experience import Reference, RolloutRequest
 from openrlhf_ebft.core.seeding import derive_seed
@@ -92,7 +93,8 @@ class EvaluationTasks:
             source = self._text(reference.token_ids[:anchor].tolist())
             triples.append((source, self._text(rollout.completions[0][0].token_ids), self._text(truth.tolist())))
         _, hypotheses, truths = zip(*triples, strict=True)
-        table = score_translations(hypotheses, truths, resamples=settings.bootstrap_resamples)
+        seed = derive_seed(self.config.seed, "bootstrap", "translation")
+        table = score_translations(hypotheses, truths, seed=seed, resamples=settings.bootstrap_resamples)
         if settings.comet_model is not None:
             seed = derive_seed(self.config.seed, "bootstrap", "comet")
             table["comet"] = score_comet(
@@ -116,9 +118,11 @@ class EvaluationRecorder:
         """Measures the tasks, writes `evaluations/step-N.json` and returns the tasks' values for the metrics."""
         try:
             table = self._tasks.measure(result, actors)
-        except (ValueError, OSError) as error:  # of scoring; a lost actor is the run's own failure and passes through
-            self._say(f"warning: the tasks of the evaluation after step {step} failed: {error}")
-            table = held_out_table(result, self._tasks.config) | {"failed": str(error)}
+        except ActorError:  # the run's own failure, which it knows how to handle
+            raise
+        except Exception as error:  # of scoring, whatever a package raises: it must not end a training
+            self._say(f"warning: the tasks of the evaluation after step {step} failed: {error!r}")
+            table = held_out_table(result, self._tasks.config) | {"failed": repr(error)}
         self._folder.mkdir(exist_ok=True)
         target = self._folder / f"step-{step}.json"
         aside = target.with_suffix(".partial")

@@ -76,18 +76,21 @@ def test_faulty_problem_files_are_named(tmp_path, text, message):
 def test_translation_scores():
     pytest.importorskip("sacrebleu")
     truths = ["the cat sat on the mat", "a dog ran through the old town", "rain fell all day long"]
-    perfect = score_translations(truths, truths, resamples=50)
+    perfect = score_translations(truths, truths, seed=0, resamples=50)
     assert perfect["bleu"]["value"] == pytest.approx(100.0)
     assert perfect["chrf"]["value"] == pytest.approx(100.0)
     # BLEU by hand: precisions 3/4, 2/3, 1/2, and 1/(2*1) by the smoothing of a zero count (Chen & Cherry's method 3)
-    one = score_translations(["the cat sat down"], ["the cat sat up"], resamples=10)
+    one = score_translations(["the cat sat down"], ["the cat sat up"], seed=0, resamples=10)
     assert one["bleu"]["value"] == pytest.approx(100 * (3 / 4 * 2 / 3 * 1 / 2 * 1 / 2) ** 0.25, abs=1e-6)
     assert one["bleu"]["low"] is None
-    mixed = score_translations([truths[0], "a dog", "snow"], truths, resamples=100)
+    mixed = score_translations([truths[0], "a dog", "snow"], truths, seed=0, resamples=100)
     assert mixed["bleu"]["low"] <= mixed["bleu"]["value"] <= mixed["bleu"]["high"] + 30
-    assert mixed == score_translations([truths[0], "a dog", "snow"], truths, resamples=100)
+    assert mixed == score_translations([truths[0], "a dog", "snow"], truths, seed=0, resamples=100)
+    # Some resamples share nothing with their truths and score 0.
+    poor = score_translations(["xyz", "the cat", "q"], ["the cat sat", "the cat", "a dog"], seed=0, resamples=200)
+    assert poor["chrf"]["low"] == 0.0 < poor["chrf"]["value"] < poor["chrf"]["high"]
     with pytest.raises(ValueError, match="1 hypotheses for 2"):
-        score_translations(["a"], ["a", "b"], resamples=10)
+        score_translations(["a"], ["a", "b"], seed=0, resamples=10)
 
 
 def test_missing_package_names_its_extra(monkeypatch):
