@@ -86,7 +86,8 @@ def cached_path_fault(cached: CachedRewardModelValue, stateless: RewardModelValu
     """
     probe = cached.for_call()
     probe.verify = False
-    limit = score_tolerance(next(stateless.reward_model.parameters()).dtype)
+    # Wrong masks, positions or entries are off by far more; rounding of a deep model's random probe may exceed 1e-5.
+    limit = 10 * score_tolerance(next(stateless.reward_model.parameters()).dtype)
     vocabulary = stateless.vocab_limit
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(0, vocabulary, (2, 7), generator=generator)
