@@ -243,6 +243,7 @@ class _Placer:
         self._bundles = placement.contiguous(placement_group_table(group)["bundles_to_node_id"])
         self._budget = budget
         self._heartbeat_s = config.recovery.heartbeat_s
+        self._schedule_timeout_s = config.placement.schedule_timeout_s
         self.started: list[Any] = []
         threads = config.placement.threads_per_actor or os.cpu_count() or 1
         self._environment = {name: os.environ[name] for name in _PASSED_ON if name in os.environ} | {
@@ -257,6 +258,7 @@ class _Placer:
         role = self._placement.role(name)
 
         def spawn(number: int) -> Any:
+            self._require_bundles()
             bundle = self._bundles[self._placement.bundle_of(name, number)]
             options = ray.remote(kind).options(
                 num_cpus=role.cpus,
@@ -269,3 +271,13 @@ class _Placer:
 
         names = [name] if name == AGGREGATOR else [f"{label or name} {number}" for number in range(role.count)]
         return Crew(names, spawn, self._budget, self._heartbeat_s)
+
+    def _require_bundles(self) -> None:
+        """After the loss of a node Ray looks for another place for its bundles; raises PlacementError without one."""
+        if not self._group.wait(self._schedule_timeout_s):
+            asked = "; ".join(str(role) for role in self._placement.roles if role.count)
+            raise PlacementError(
+                "a node of the cluster is lost, and what is left has no room for its actors within "
+                f"placement.schedule_timeout_s = {self._schedule_timeout_s:g} s (asked: {asked}): add a node, then go "
+                "on with --resume auto"
+            )

@@ -5,7 +5,7 @@ import signal
 
 import pytest
 
-from tests.cluster.test_jobs import actors, train, wait_until, write
+from tests.cluster.test_jobs import actors, last_log_line, train, wait_until, write
 from tests.trainer import runs
 from tests.trainer.victims import offspring
 
@@ -47,5 +47,6 @@ def test_ranks_on_both_nodes_and_a_lost_node_ends_the_run_with_a_clear_message(c
     errors = [line for line in output.splitlines() if "policy trainer rank" in line]
     assert errors, output
     assert "Traceback" not in output
+    assert "a node of the cluster is lost" in last_log_line(cluster, "two_nodes")
     wait_until(lambda: not actors(cluster), 30, "actors are left")
     assert len(runs.read_metrics(work, "two_nodes")) > 2
