@@ -91,7 +91,10 @@ class RolloutEngineGroup:
         self._current_weights = current_weights or self._current_weights
 
     def generate(self, requests: Sequence[RolloutRequest]) -> list[Rollout]:
-        """Rollouts in the order of the requests; waits. A failed engine call is repeated before it is an error."""
+        """Rollouts in the order of the requests; waits. A failed engine call is repeated before the engine is replaced.
+
+        Raises ActorError for wrong input, and when the budget of restarts is used up.
+        """
         parts = split_by_load([_request_load(request) for request in requests], len(self.engines))
         results: dict[int, Rollout] = {}
         todo = [number for number, part in enumerate(parts) if part]
@@ -104,12 +107,14 @@ class RolloutEngineGroup:
             failed = [failure for failure in failures.values() if not failure.is_loss]
             if failed:
                 logger.warning("attempt %d of %d: %s", repeats + 1, self._max_retries + 1, failed[0])
-                if not failed[0].may_pass or repeats == self._max_retries:
+                if not failed[0].may_pass:
                     raise failed[0]
                 repeats += 1
             for number, failure in failures.items():
-                if failure.is_loss:
+                # One that fails again and again, for want of memory say, is no better than one that is gone.
+                if failure.is_loss or repeats > self._max_retries:
                     self._restart(number, failure)
+            repeats = 0 if repeats > self._max_retries else repeats
             todo = list(failures)
         return [results[number] for number in range(len(requests))]
 
