@@ -37,6 +37,9 @@ def test_how_adapters_travel_and_whose_base_embeds_changes_no_number(folder):
         assert left.keys() == right.keys()
         for key, value in left.items():
             assert right[key] == (pytest.approx(value, abs=2e-3, rel=2e-3) if isinstance(value, float) else value), key
+    for record in merged + adapter:
+        assert record.get("sampler_mismatch", 0.0) < 1e-3  # between the engine's log-probabilities and the trainer's
+    assert sum("sampler_mismatch" in record for record in adapter) == 3
     learned = [record["ce_loss"] for record in adapter if "ce_loss" in record]
     assert learned[1] < learned[0]
 
@@ -103,9 +106,7 @@ def test_export_needs_a_source_and_a_free_place(tmp_path):
 def test_wrong_targets_are_found_before_anything_starts(tmp_path):
     runs.write_inputs(tmp_path, rows=2)
     config = EBFTConfig(**runs.base_config(tmp_path), lora={**LORA, "targets": ["q_proj", "query"]})
-    with pytest.raises(
-        UserError, match=r"lora.targets = .*'query' is the name of no module.*modules: down_proj"
-    ):
+    with pytest.raises(UserError, match=r"lora.targets = .*'query' is the name of no module.*modules: down_proj"):
         read_models(config)
 
 
