@@ -57,9 +57,7 @@ class Tracker:
             self._tensorboard.close()
             self._tensorboard = _tensorboard(self._folder, step + 1)
 
-    def log(
-        self, step: int, phase: str, metrics: dict[str, float | None], skipped: SkippedStep | None = None
-    ) -> None:
+    def log(self, step: int, phase: str, metrics: dict[str, float | None], skipped: SkippedStep | None = None) -> None:
         """Records one step.
 
         Args:

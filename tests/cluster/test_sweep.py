@@ -6,7 +6,7 @@ import yaml
 from tests.cluster.test_jobs import SMALL, status
 from tests.trainer import runs
 
-pytestmark = [pytest.mark.stack, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.stack, pytest.mark.timeout(900)]
 
 
 def test_jobs_of_a_sweep(cluster, work):
