@@ -36,6 +36,7 @@ SETTINGS: dict[str, Any] = {
     "evaluation": {"every_steps": 5, "max_examples": 2},
     "checkpoint": {"every_steps": 3, "on_full_disk": "warn"},
     "recovery": {"max_restarts": 8, "backoff_s": 0.5, "heartbeat_s": 5.0},
+    "placement": {"schedule_timeout_s": 90.0},
 }
 LIMIT_S = 300.0
 
