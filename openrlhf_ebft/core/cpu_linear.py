@@ -92,17 +92,16 @@ def pack_linears(model: nn.Module) -> int:
     count = 0
     for parent in list(model.modules()):
         for name, child in parent.named_children():
-            if _is_packable(child):
+            if isinstance(child, nn.Linear) and _is_packable(child):
                 setattr(parent, name, PackedLinear(child))
                 count += 1
     return count
 
 
-def _is_packable(module: nn.Module) -> bool:
-    if type(module) not in (nn.Linear, OneDNNLinear):
-        return False
+def _is_packable(module: nn.Linear) -> bool:
     weight = module.weight
-    is_known = weight.device.type == "cpu" and weight.dtype in (torch.float32, torch.bfloat16)
+    is_known = type(module) in (nn.Linear, OneDNNLinear)
+    is_known = is_known and weight.device.type == "cpu" and weight.dtype in (torch.float32, torch.bfloat16)
     if weight.dtype == torch.bfloat16:
         is_known = is_known and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
     return is_known and weight.numel() >= _MIN_PACKED_WEIGHT

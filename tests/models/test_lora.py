@@ -171,9 +171,7 @@ def test_adapters_that_do_not_fit_are_refused(folder):
     tensors = load_file(file)
     lost = tensors.pop("base_model.model.model.layers.3.mlp.up_proj.lora_A.weight")
     save_file(tensors, file)
-    with pytest.raises(
-        ValueError, match=r"do not fit .*base: 1 tensors differ, first .*up_proj.lora_A.weight: "
-    ):
+    with pytest.raises(ValueError, match=r"do not fit .*base: 1 tensors differ, first .*up_proj.lora_A.weight: "):
         load_merged(folder, dtype=torch.float32)
     save_file(tensors | {"base_model.model.model.layers.3.mlp.up_proj.lora_A.weight": lost[:, :-1].contiguous()}, file)
     with pytest.raises(ValueError, match=r"the file has \(2, 31\), the model needs \(2, 32\)"):
