@@ -141,8 +141,12 @@ def _train(run: PreparedRun, folder: RunDirectory, checkpoint: Checkpoint | None
             after = carried_through(trainer, store, lambda: _to_the_end(run, trainer, folder, store, interrupts))
         if after is not None:
             _show_results(run, folder, EvaluationResult.load(folder.first_evaluation), after, console)
-        write_report([folder.path], folder.report)
-        console.say(f"report: {folder.report}\nmodel: {folder.model}")
+        try:
+            write_report([folder.path], folder.report)
+            console.say(f"report: {folder.report}")
+        except UserError as error:  # the model is there: a report that cannot be made must not fail the run
+            console.say(f"no report: {error}")
+        console.say(f"model: {folder.model}")
         console.say(f"generate: openrlhf-ebft generate {folder.model} {EXAMPLE_PROMPT!r}")
 
     return on_cluster(run, console, work)

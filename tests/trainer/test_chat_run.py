@@ -45,7 +45,7 @@ def train(folder, name, **data):
     )
     code, output = runs.run("train", str(config))
     assert code == 0, output
-    for shown in ("prompt (end)", "<assistant>", "cross-entropy of the ground truth"):
+    for shown in ("prompt (end)", "ground truth", "cross-entropy of the ground truth"):
         assert shown in output
     return runs.read_metrics(folder, name)
 

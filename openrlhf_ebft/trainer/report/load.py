@@ -18,6 +18,8 @@ MAX_RUNS = 8
 RESULTS = "results.json"
 """Written at the end of a run: paired changes of the held-out values, and samples as text."""
 
+_NO_METRICS = ("step", "phase", "skipped_because", "skipped_examples")  # entries of a record that are no numbers
+
 
 @dataclass(frozen=True)
 class Record:
@@ -106,7 +108,7 @@ def _read_record(line: str, where: str) -> Record:
         raise UserError(f"{where}: not valid JSON ({error})") from None
     if not isinstance(data, dict) or type(data.get("step")) is not int or not isinstance(data.get("phase"), str):
         raise UserError(f"{where}: must be an object with a whole number `step` and a text `phase`")
-    values = {name: value for name, value in data.items() if name not in ("step", "phase")}
+    values = {name: value for name, value in data.items() if name not in _NO_METRICS}
     for name, value in values.items():
         if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
             raise UserError(f"{where}: {name} = {value!r} is no number")
