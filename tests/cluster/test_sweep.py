@@ -27,12 +27,12 @@ def test_jobs_of_a_sweep(cluster, work):
     assert first.returncode == 1, first.stdout + first.stderr
     assert "finished  sweep-a" in first.stdout
     assert "failed  sweep-b" in first.stdout
-    assert status(cluster, "sweep-sweep-a-1") == "SUCCEEDED"
-    assert status(cluster, "sweep-sweep-b-1") == "FAILED"
+    assert status(cluster, "sweep-sweep-a-1") == "succeeded"
+    assert status(cluster, "sweep-sweep-b-1") == "failed"
 
     (folder / "sweep-b.yaml").write_text(good)
     second = cluster.run(*command, timeout_s=280)
     assert second.returncode == 0, second.stdout + second.stderr
     assert "finished before  sweep-a" in second.stdout
     assert "finished  sweep-b" in second.stdout
-    assert status(cluster, "sweep-sweep-b-2") == "SUCCEEDED"
+    assert status(cluster, "sweep-sweep-b-2") == "succeeded"
