@@ -7,7 +7,6 @@ A sweep keeps no state of its own: a run whose model is in its directory is fini
 from __future__ import annotations
 
 import shlex
-import signal
 import subprocess
 import sys
 import time
@@ -131,7 +130,7 @@ class LocalRuns:
     def stop(self, handles: Sequence[subprocess.Popen[bytes]]) -> None:
         """Interrupts the runs and waits until they have ended their actors."""
         for handle in handles:
-            handle.send_signal(signal.SIGINT)
+            handle.terminate()  # what a shell starts in the background ignores SIGINT, and so do its children
         deadline = time.monotonic() + _GRACE_S
         for handle in handles:
             try:

@@ -52,6 +52,14 @@ class Programs:
             self.stopped += 1
 
 
+@pytest.fixture
+def interruptible():
+    """Programs that a shell starts in the background ignore SIGINT, these tests too."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 def test_failures_do_not_end_a_sweep_and_limits_hold(folder):
     names = [f"limit{i}" for i in range(5)]
     found = collect_runs([runs.write_config(folder, name) for name in names])
@@ -62,7 +70,7 @@ def test_failures_do_not_end_a_sweep_and_limits_hold(folder):
     assert programs.most == 2
 
 
-def test_an_interrupt_stops_what_runs_and_names_what_waits(folder):
+def test_an_interrupt_stops_what_runs_and_names_what_waits(folder, interruptible):
     found = collect_runs([runs.write_config(folder, name) for name in ("int0", "int1")])
     programs = Programs(dict.fromkeys(("int0", "int1"), "import time; time.sleep(60)"))
 
