@@ -85,8 +85,8 @@ def read_process_state(folder: Path, model: PreTrainedModel) -> dict[str, Any]:
     Raises:
         CheckpointMismatch: several ranks wrote the checkpoint.
     """
-    if (folder / _RANKS).exists():
-        written = RankLayout(**json.loads((folder / _RANKS).read_text(encoding="utf-8")))
+    written = _layout_of(folder)
+    if written is not None:
         raise CheckpointMismatch(
             f"{folder} was written by {written.ranks} ranks; set training.ranks to that, or start anew"
         )
@@ -102,6 +102,12 @@ class RankLayout:
     zero_stage: int
 
 
+def _layout_of(folder: Path) -> RankLayout | None:
+    """None for a checkpoint of one process."""
+    path = folder / _RANKS
+    return RankLayout(**json.loads(path.read_text(encoding="utf-8"))) if path.exists() else None
+
+
 def write_rank_state(folder: Path, rank: int, layout: RankLayout, state: dict[str, Any]) -> None:
     """One rank's own state; rank 0 adds the layout."""
     torch.save(state, folder / f"rank-{rank}.pt")
@@ -115,9 +121,9 @@ def read_rank_state(folder: Path, rank: int, layout: RankLayout) -> dict[str, An
     Raises:
         CheckpointMismatch: one process, or ranks of another layout, wrote the checkpoint.
     """
-    if not (folder / _RANKS).exists():
+    written = _layout_of(folder)
+    if written is None:
         raise CheckpointMismatch(f"{folder} was written by one process; set training.ranks to 1, or start anew")
-    written = RankLayout(**json.loads((folder / _RANKS).read_text(encoding="utf-8")))
     if written != layout:
         raise CheckpointMismatch(
             f"{folder} was written with training.ranks = {written.ranks} and training.zero_stage = "

@@ -101,15 +101,7 @@ def cached_path_fault(cached: CachedRewardModelValue, stateless: RewardModelValu
         step = StepContext(ids[:, :length], candidates, attention_mask=mask[:, :length])
         try:
             scores = probe.score(step)
-        except (
-            RuntimeError,
-            ValueError,
-            TypeError,
-            AttributeError,
-            IndexError,
-            KeyError,
-            NotImplementedError,
-        ) as fault:
+        except FORWARD_FAULTS as fault:
             return f"a short cached forward failed ({type(fault).__name__}: {str(fault).splitlines()[0][:200]})"
         gap = score_difference(scores, stateless.score(step))
         if gap > limit:
