@@ -85,9 +85,14 @@ class _TokenLogprobs(torch.autograd.Function):
         return gradient, None, None, None
 
 
+def rows_at_once(logits: Tensor) -> int:
+    """How many rows of logits (U, V) are worked on at one time, at least 1: all of them but on a CPU."""
+    return _CACHED_ROWS if logits.device.type == "cpu" else max(len(logits), 1)
+
+
 def _scaled_blocks(logits: Tensor, scale: Tensor) -> Iterator[tuple[slice, Tensor]]:
     """Rows of `logits` / `scale` in float32, block by block; a block's tensor is overwritten by the next one."""
-    rows = _CACHED_ROWS if logits.device.type == "cpu" else max(len(logits), 1)
+    rows = rows_at_once(logits)
     buffer = logits.new_empty(min(rows, len(logits)), logits.shape[1], dtype=torch.float32)
     for start in range(0, len(logits), rows):
         block = slice(start, min(start + rows, len(logits)))

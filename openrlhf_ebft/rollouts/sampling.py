@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from openrlhf_ebft.core.experience import SamplingSettings
+from openrlhf_ebft.core.logprobs import rows_at_once
 
 _BLOCK = 256  # tokens whose probabilities are summed before the sums are searched
-_CACHED_ROWS = 32  # distributions that a CPU works on at one time: their float32 copies stay in its cache
 
 
 def sampler_logits(logits: Tensor, sampling: SamplingSettings) -> Tensor:
@@ -77,7 +77,7 @@ def draw_tokens(
     device = logits.device
     uniforms = uniforms.to(device)
     rows = torch.arange(len(logits), device=device) if rows is None else rows
-    block = _CACHED_ROWS if device.type == "cpu" else max(len(logits), 1)
+    block = rows_at_once(logits)
     starts = range(0, len(logits), block)
     edges = torch.searchsorted(rows, torch.tensor([*starts, len(logits)], device=device)).tolist()
     drawn = [

@@ -10,6 +10,7 @@ from openrlhf_ebft.rad.cached_value import score_difference, score_tolerance
 from openrlhf_ebft.rad.engine.prefix import StoredPrefix
 from openrlhf_ebft.rad.engine.score_row import ScoreRow
 from openrlhf_ebft.rad.reward_model_value import RewardModelValue
+from openrlhf_ebft.rad.scoring_path import FORWARD_FAULTS
 from openrlhf_ebft.rad.values import StepContext
 
 if TYPE_CHECKING:
@@ -67,7 +68,7 @@ def check_small_steps(scorer: PrefixScorer) -> None:
         ]
         try:
             scores = scorer.score(rows)
-        except (RuntimeError, ValueError, TypeError, AttributeError, LookupError) as fault:
+        except FORWARD_FAULTS as fault:
             first = str(fault).splitlines()[0][:200] if str(fault) else ""
             raise ValueError(f"a short cached forward failed ({type(fault).__name__}: {first})") from fault
         gap = score_difference(scores.cpu(), torch.cat([full_scores(scorer, row) for row in rows]).cpu())
