@@ -174,15 +174,26 @@ class _Watch:
         for line in self._report.splitlines()[1:]:
             try:
                 record = json.loads(line)
-            except ValueError:
+            except (ValueError, RecursionError):
                 continue  # not the launcher's: the program guessed the handle
             if isinstance(record, dict) and record.get("token") == self._token:
-                return record["outcome"], record["detail"]
-        code = self._process.wait(_START_LIMIT_S)
+                return _checked(record)
+        try:
+            code = self._process.wait(max(0.0, self._begin + self._limits.time_s - time.monotonic()))
+        except subprocess.TimeoutExpired:  # it closed its handles and goes on
+            return "timeout", f"no end within {self._limits.time_s:g} s"
         number = -code if code < 0 else code - 128
         if number in set(signal.Signals):
             return "killed", signal.Signals(number).name
         return "failed", f"ended early (exit code {code})"
+
+
+def _checked(record: dict[str, Any]) -> tuple[Verdict, str]:
+    """The launcher's record as (outcome, detail). Not even this one can be trusted: the program runs beside it."""
+    outcome = record.get("outcome")
+    if outcome not in ("passed", "failed", "memory"):
+        return "failed", "wrote to handles that are not its own"
+    return outcome, str(record.get("detail"))[:500]
 
 
 def _environment(folder: str) -> dict[str, str]:

@@ -17,6 +17,7 @@ from typing import Any
 from openrlhf_ebft.evaluation.confinement import kernel, landlock, namespaces, seccomp
 
 _LIBRARIES = ("/usr/lib", "/usr/lib64", "/lib", "/lib64", "/usr/local/lib", "/usr/share/zoneinfo", "/etc/ld.so.cache")
+_THREADS = 128
 _DEVICES = ("/dev/zero", "/dev/random", "/dev/urandom")
 
 
@@ -58,11 +59,12 @@ def _isolate(job: dict[str, Any], report_handle: int) -> dict[str, Any]:
         _become_first_process(report_handle)
         layer("scratch", lambda: namespaces.mount_scratch(folder, job["scratch_bytes"]))
     os.chdir(folder)
-    _limit_resources(job)
+    _limit_resources(job, own_count="namespaces" in applied)
     kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1, "no_new_privs")
     layer("landlock", lambda: landlock.restrict_files(_readable(), [folder, Path("/dev/null")]))
     layer("capabilities", kernel.drop_capabilities)
-    layer("seccomp", lambda: seccomp.install_filter(forbid_writing="landlock" in missing))
+    # Without Landlock a program could write anywhere, without a file system of its own it could fill the disk.
+    layer("seccomp", lambda: seccomp.install_filter(forbid_writing=not {"landlock", "scratch"} <= set(applied)))
     return {"applied": applied, "missing": missing}
 
 
@@ -76,7 +78,7 @@ def _become_first_process(report_handle: int) -> None:
     kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL, "death signal")
 
 
-def _limit_resources(job: dict[str, Any]) -> None:
+def _limit_resources(job: dict[str, Any], *, own_count: bool) -> None:
     limits = {
         resource.RLIMIT_AS: job["memory_bytes"],
         resource.RLIMIT_CPU: job["cpu_s"],
@@ -84,6 +86,8 @@ def _limit_resources(job: dict[str, Any]) -> None:
         resource.RLIMIT_NOFILE: 64,
         resource.RLIMIT_CORE: 0,
     }
+    if own_count:  # outside a namespace of its own, all threads of the user count; root's are never limited
+        limits[resource.RLIMIT_NPROC] = _THREADS
     for kind, value in limits.items():
         resource.setrlimit(kind, (value, value))
 

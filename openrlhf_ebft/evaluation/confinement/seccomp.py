@@ -45,6 +45,11 @@ _CALLS: dict[str, tuple[int | None, int | None]] = {
     "setpriority": (141, 140), "ioprio_set": (251, 30), "sched_setparam": (142, 118), "sched_setscheduler": (144, 119),
     "sched_setaffinity": (203, 122), "sched_setattr": (314, 274), "migrate_pages": (256, 238),
     "mknod": (133, None), "mknodat": (259, 33), "setuid": (105, 146), "setgid": (106, 144), "setgroups": (116, 159),
+    "setreuid": (113, 145), "setregid": (114, 143), "setresuid": (117, 147), "setresgid": (119, 149),
+    "setfsuid": (122, 151), "setfsgid": (123, 152), "file_setattr": (469, 469), "move_pages": (279, 239),
+    "syslog": (103, 116),
+    # With these a program could leave its group of processes and the signal at its parent's death behind.
+    "prctl": (157, 167), "setsid": (112, 157), "setpgid": (109, 154),
 }  # fmt: skip
 _WRITE_CALLS: dict[str, tuple[int | None, int | None]] = {
     "creat": (85, None), "truncate": (76, 45), "unlink": (87, None), "unlinkat": (263, 35), "rename": (82, None),
@@ -52,6 +57,10 @@ _WRITE_CALLS: dict[str, tuple[int | None, int | None]] = {
     "link": (86, None), "linkat": (265, 37), "symlink": (88, None), "symlinkat": (266, 36),
 }  # fmt: skip
 _CLONE, _OPEN, _OPENAT, _PRLIMIT = (56, 220), (2, None), (257, 56), (302, 261)
+_FCNTL, _IOCTL, _SOCKETPAIR = (72, 25), (16, 29), (53, 199)
+_OWNER_COMMANDS = 8  # a bit of F_SETOWN, F_SETOWN_EX and F_SETSIG: the kernel sends signals to a handle's owner
+_OTHER_IOCTLS = 0xFFFF8000  # all but those of terminals and handles (0x54..): attributes of files, owners of sockets
+_NOT_STREAM = 0xE  # bits of the socket types but SOCK_STREAM: a datagram can be sent to a socket of the machine's
 
 
 def install_filter(*, forbid_writing: bool) -> None:
@@ -96,6 +105,9 @@ def _program(machine: str, forbid_writing: bool) -> list[bytes]:
             code += _refuse(number, errno.EPERM)
     code += _by_argument(_CLONE[column], 0, _CLONE_THREAD, refuse_when_set=False)
     code += _by_argument(_PRLIMIT[column], 0, 0xFFFFFFFF, refuse_when_set=True)  # 0 is the process itself
+    code += _by_argument(_FCNTL[column], 1, _OWNER_COMMANDS, refuse_when_set=True)
+    code += _by_argument(_IOCTL[column], 1, _OTHER_IOCTLS, refuse_when_set=True)
+    code += _by_argument(_SOCKETPAIR[column], 1, _NOT_STREAM, refuse_when_set=True)
     if forbid_writing:
         code += _by_argument(_OPEN[column], 1, _WRITING, refuse_when_set=True)
         code += _by_argument(_OPENAT[column], 2, _WRITING, refuse_when_set=True)
