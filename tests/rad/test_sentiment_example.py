@@ -44,11 +44,11 @@ def test_data_and_configuration(tmp_path, capsys):
 
     make_lm(configs()["llama"]).save_pretrained(tmp_path / "lm")
     make_tokenizer().save_pretrained(tmp_path / "lm")
-    script.prepare(str(archive), str(tmp_path / "lm"), str(tmp_path / "work"), layers=1)
-    assert json.loads((tmp_path / "work" / "backbone" / "config.json").read_text())["num_hidden_layers"] == 1
+    script.prepare(str(archive), str(tmp_path / "lm"), str(tmp_path / "prepared"), layers=1)
+    assert json.loads((tmp_path / "prepared" / "backbone" / "config.json").read_text())["num_hidden_layers"] == 1
     config = load_reward_config(
         ROOT / "examples" / "rad_sentiment.yaml",
-        [f"--data.{part}_path={tmp_path}/work/{part}.jsonl" for part in ("train", "held_out")],
+        [f"--data.{part}_path={tmp_path}/prepared/{part}.jsonl" for part in ("train", "held_out")],
     )
     train, held_out = read_examples(config.data)
     assert len(train[0]) + len(held_out[0]) == 60 and len(held_out[0]) >= 1
