@@ -154,11 +154,13 @@ def _loss(t: Translation) -> None:
     if loss == "reinforce":
         t.drop("eps_clip", "one update a batch: nothing is clipped")
         t.drop("eps_clip_low_high", "one update a batch: nothing is clipped")
+        t.drop("dual_clip", "one update a batch: nothing is clipped")
     else:
         low, high = t.value("eps_clip_low_high") or [t.value("eps_clip") or 0.2] * 2
         for key in ("eps_clip_low_high", "eps_clip"):
             if key in t:
                 t.take(key, {"policy.clip_low": low, "policy.clip_high": high})
+        t.map_simple({"dual_clip": "policy.dual_clip"})
     estimator = str(t.value("advantage_estimator"))
     if estimator in _ESTIMATORS:
         t.take("advantage_estimator", {"reward.advantage": _ESTIMATORS[estimator]})

@@ -8,7 +8,9 @@ from typing import Any
 MARKS = frozenset({"pretrain", "n_samples_per_prompt", "context_max_len", "actor_learning_rate", "hidden_state_method"})
 """Keys by which such a file is known."""
 
-LIST_KEYS = frozenset({"adam_betas", "eps_clip_low_high", "target_modules", "reward_clip_range"})
+LIST_KEYS = frozenset(
+    {"adam_betas", "eps_clip_low_high", "target_modules", "reward_clip_range", "dynamic_filtering_reward_range"}
+)
 """Keys whose value is a list; any other list is a sweep."""
 
 # Defaults there that differ from ours, or that decide what a translated key means.
@@ -72,7 +74,6 @@ SAME = {
     "vllm_tensor_parallel_size": "rollout.tensor_parallel_size",
     "vllm_gpu_memory_utilization": "rollout.gpu_memory_utilization",
     "enforce_eager": "rollout.enforce_eager",
-    "dual_clip": "policy.dual_clip",
 }
 
 _FROZEN = "the feature network is frozen, as in the paper: no critic is trained"
@@ -82,7 +83,7 @@ RESOURCES = "resources follow from the counts of the roles (sections policy, rol
 _DROPPED_FOR: dict[str, str] = {
     _FROZEN: "critic_classifier_loss_coef critic_sequence_level classifier_sequence_selection critic_learning_rate "
     "critic_lr_head critic_lr_scheduler critic_lr_warmup_ratio save_value_network load_critic_checkpoint value_clip "
-    "lambd gamma",
+    "lambd gamma value_head_prefix",
     RESOURCES: "reward_num_nodes reward_num_gpus_per_node colocate_reward_models colocate_actor_ref "
     "colocate_critic_reward ref_reward_offload",
     "held-out rows are a share of the data (data.heldout_fraction)": "eval_dataset eval_split",
@@ -90,10 +91,23 @@ _DROPPED_FOR: dict[str, str] = {
     "eval_temperature eval_n_samples_per_prompt eval_batch_size",
     "downstream tasks run with each evaluation: name them in evaluation.tasks": "eval_down_steps eval_down_max_samples "
     "eval_down_batch_size eval_n_samples_per_prompt_down eval_temperature_down",
-    "engines and feature networks fill a budget of tokens": "micro_rollout_batch_size micro_reward_batch_size",
+    "engines and feature networks fill a budget of tokens": "micro_rollout_batch_size micro_reward_batch_size "
+    "vllm_generate_batch_size",
+    "rollout.weight_transfer and rollout.sleep say how weights travel and engines sleep": "vllm_sync_backend "
+    "vllm_sync_with_ray vllm_enable_sleep deepspeed_enable_sleep",
+    "always so here, and emptied when weights change": "enable_prefix_caching",
+    "a sequence is not split over GPUs": "ring_attn_size ring_head_stride ds_tensor_parallel_size",
+    "ranks are actors of Ray": "local_rank",
+    "found by transformers": "disable_fast_tokenizer",
+    "docs/architecture.md says what makes a run repeat": "full_determinism",
+    "no router loss is added": "aux_loss_coef",
+    "one data set: put the files into one folder": "prompt_data_probs",
+    "not offered: write it into the rows, or into a template (data.chat_template)": "input_template",
+    "set WANDB_ENTITY": "wandb_org",
+    "lies in the run's directory (logging.tensorboard)": "use_tensorboard",
     "how a pass is computed is decided here (model.attention, policy.max_tokens_per_micro_batch)": "flash_attn "
     "packing_samples use_liger_kernel deepcompile overlap_comm use_dynamic_batch train_max_tokens_per_gpu "
-    "rollout_max_tokens_per_gpu grad_accum_dtype zpg",
+    "rollout_max_tokens_per_gpu grad_accum_dtype zpg gradient_checkpointing_use_reentrant",
     "always so here (model.dtype is bfloat16)": "bf16",
     "always so here: the cross-entropy covers all supervised tokens": "pretrain_mode",
     "see section checkpoint; the final model is always exported": "save_log_scale_count save_even_count ckpt_path "

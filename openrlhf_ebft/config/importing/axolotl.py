@@ -7,122 +7,27 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from openrlhf_ebft.config.importing.axolotl_keys import (
+    AGGREGATIONS,
+    DEFAULTS,
+    DROPPED,
+    SAME,
+    SAME_STRIDED,
+    SAME_STRUCTURED,
+    SCHEDULES,
+    STRIDED_DEFAULTS,
+    STRUCTURED_DEFAULTS,
+)
 from openrlhf_ebft.config.importing.translation import Translation, largest_divisor, safe_name
-
-# Defaults there that differ from ours, or that decide what a translated key means. Keys as paths.
-DEFAULTS: dict[str, Any] = {
-    "ebft.mode": "structured",
-    "ebft.embed_method": "last_token",
-    "ebft.use_whitening": False,
-    "ebft.ce_coef": 0.0,
-    "ebft.advantage_estimator": "rloo",
-    "micro_batch_size": 1,
-    "gradient_accumulation_steps": 1,
-    "lr_scheduler": "cosine",
-    "weight_decay": 0.0,
-    "val_set_size": 0.0,
-    "seed": 42,
-}
-_STRIDED_DEFAULTS: dict[str, Any] = {"ebft.n_samples_per_prompt": 4, "ebft.temperature": 0.6}
-_STRUCTURED_DEFAULTS: dict[str, Any] = {
-    "trl.scale_rewards": True,
-    "trl.num_generations": 8,
-    "trl.max_completion_length": 256,
-    "trl.temperature": 1.0,
-    "trl.loss_type": "dapo",
-}
-
-_SAME = {
-    "base_model": "model.path",
-    "base_model_config": "model.tokenizer",
-    "tokenizer_config": "model.tokenizer",
-    "trust_remote_code": "model.trust_remote_code",
-    "seed": "seed",
-    "num_epochs": "policy.epochs",
-    "max_steps": "policy.max_steps",
-    "learning_rate": "optimizer.learning_rate",
-    "weight_decay": "optimizer.weight_decay",
-    "warmup_steps": "optimizer.warmup_steps",
-    "warmup_ratio": "optimizer.warmup_ratio",
-    "max_grad_norm": "optimizer.max_grad_norm",
-    "adam_epsilon": "optimizer.eps",
-    "save_steps": "checkpoint.every_steps",
-    "save_total_limit": "checkpoint.keep_last",
-    "eval_steps": "evaluation.every_steps",
-    "use_tensorboard": "logging.tensorboard",
-    "wandb_project": "logging.wandb_project",
-    "ebft.feature_layers": "features.layer_fractions",
-    "ebft.ce_coef": "policy.ce_coef",
-    "ebft.rl_coef": "policy.rl_coef",
-    "vllm.gpu_memory_utilization": "rollout.gpu_memory_utilization",
-    "vllm.tensor_parallel_size": "rollout.tensor_parallel_size",
-    "vllm.max_model_len": "rollout.max_model_len",
-    "vllm.enforce_eager": "rollout.enforce_eager",
-}
-_SAME_STRIDED = {
-    "ebft.stride": "data.stride",
-    "ebft.context_length": "data.context_length",
-    "ebft.generate_max_len": "data.generate_max_len",
-    "ebft.n_samples_per_prompt": "rollout.samples_per_prompt",
-    "ebft.temperature": "rollout.temperature",
-    "ebft.top_p": "rollout.top_p",
-    "ebft.min_completion_prefix": "data.min_completion_prefix",
-    "sequence_len": "data.sequence_length",
-}
-_SAME_STRUCTURED = {
-    "trl.num_generations": "rollout.samples_per_prompt",
-    "trl.max_completion_length": "rollout.max_new_tokens",
-    "trl.temperature": "rollout.temperature",
-    "trl.top_p": "rollout.top_p",
-    "trl.beta": "policy.kl_coef",
-    "trl.num_iterations": "policy.updates_per_batch",
-}
-_SPEED = "how a pass is computed is decided here (model.attention)"
-_SERVER = "engines are actors of the run: there is no server to reach"
-_DROPPED: dict[str, str] = {
-    **dict.fromkeys(
-        (
-            "flash_attention", "sdp_attention", "flex_attention", "attn_implementation", "xformers_attention",
-            "torch_compile", "gradient_checkpointing_kwargs", "sample_packing", "pad_to_sequence_len", "tf32",
-        ),
-        _SPEED,
-    ),
-    **dict.fromkeys(
-        (
-            "trl.vllm_server_host", "trl.vllm_server_port", "trl.vllm_server_timeout", "trl.vllm_mode", "vllm.host",
-            "vllm.port", "vllm.serve_module", "trl.vllm_lora_sync", "trl.vllm_sync_interval",
-        ),
-        _SERVER,
-    ),
-    "rl": "always energy-based fine-tuning here",
-    "special_tokens": "special tokens are the tokenizer's; a missing pad token becomes EOS, masked out",
-    "chat_template": "the tokenizer's template is used; another one is a file (data.chat_template)",
-    "logging_steps": "every step is recorded",
-    "wandb_name": "the run's name is used",
-    "wandb_entity": "set WANDB_ENTITY",
-    "trl.async_prefetch": "a step samples with the weights of its beginning",
-    "trl.generation_kwargs": "stop tokens are the tokenizer's and those of the model's generation config",
-    "trl.chat_template_kwargs": "not offered: write them into a template (data.chat_template)",
-    "trl.sync_ref_model": "the reference model stays as it is",
-    "trl.log_completions": "samples are in the run's report",
-    "dataset_prepared_path": "data is prepared in seconds, not kept",
-    "tokenizer_type": "found by transformers",
-    "model_type": "found by transformers",
-    "strict": "unknown keys are always errors here",
-    "load_in_8bit": "adapters are trained on unquantised weights here",
-    "load_in_4bit": "adapters are trained on unquantised weights here",
-}  # fmt: skip
-_AGGREGATIONS = {"grpo": "sequence_mean", "bnpo": "token_mean", "dapo": "token_mean", "dr_grpo": "dr_grpo"}
-_SCHEDULES = {"constant": "constant", "constant_with_warmup": "constant", "linear": "linear", "cosine": "cosine"}
 
 
 def translate(nested: Mapping[str, Any]) -> Translation:
     """Translates one configuration."""
     flat = dict(_flatten(nested))
     is_strided = flat.get("ebft.mode", "structured") == "strided"
-    t = Translation(flat, DEFAULTS | (_STRIDED_DEFAULTS if is_strided else _STRUCTURED_DEFAULTS))
+    t = Translation(flat, DEFAULTS | (STRIDED_DEFAULTS if is_strided else STRUCTURED_DEFAULTS))
     t.take("ebft.mode", {"data.mode": "strided" if is_strided else "structured"})
-    t.map_simple(_SAME | (_SAME_STRIDED if is_strided else _SAME_STRUCTURED))
+    t.map_simple(SAME | (SAME_STRIDED if is_strided else SAME_STRUCTURED))
     _name_and_data(t, is_strided)
     _features(t, is_strided)
     _loss(t, is_strided)
@@ -130,8 +35,8 @@ def translate(nested: Mapping[str, Any]) -> Translation:
     _optimizer(t)
     _adapters(t)
     _engine(t, is_strided)
-    t.drop_all(_DROPPED)
-    for key in (*_SAME_STRIDED, *_SAME_STRUCTURED):
+    t.drop_all(DROPPED)
+    for key in (*SAME_STRIDED, *SAME_STRUCTURED):
         t.drop(key, "read only in the other mode (ebft.mode)")
     t.finish("not known: nothing here reads it")
     return t
@@ -212,8 +117,8 @@ def _loss(t: Translation, is_strided: bool) -> None:
     why = "minus the group's mean" + (", over its standard deviation" if scaled else "")
     t.take("trl.scale_rewards", {"reward.advantage": "group_norm" if scaled else "dr_grpo"}, changed=why)
     kind = str(t.value("trl.loss_type"))
-    if kind in _AGGREGATIONS:
-        t.take("trl.loss_type", {"policy.aggregation": _AGGREGATIONS[kind]})
+    if kind in AGGREGATIONS:
+        t.take("trl.loss_type", {"policy.aggregation": AGGREGATIONS[kind]})
     t.drop("trl.loss_type", f"{kind} is not offered: policy.aggregation keeps its default")
     if int(t.value("trl.num_iterations") or 1) > 1:
         low = t.value("trl.epsilon") or 0.2
@@ -242,8 +147,11 @@ def _batches(t: Translation, is_strided: bool) -> None:
 
 def _optimizer(t: Translation) -> None:
     name = str(t.value("lr_scheduler"))
-    if name in _SCHEDULES:
-        t.take("lr_scheduler", {"optimizer.schedule": _SCHEDULES[name]})
+    if name in SCHEDULES:
+        t.take("lr_scheduler", {"optimizer.schedule": SCHEDULES[name]})
+    if name == "cosine":
+        t.map_simple({"cosine_min_lr_ratio": "optimizer.min_lr_ratio"})
+    t.drop("cosine_min_lr_ratio", "read only with a cosine schedule")
     t.drop("lr_scheduler", f"{name} is not offered: optimizer.schedule stays constant")
     optimizer = str(t.value("optimizer") or "adamw")
     t.drop("optimizer", "always AdamW here" if "adamw" in optimizer else f"{optimizer} is not offered: AdamW is used")

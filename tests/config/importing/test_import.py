@@ -112,6 +112,7 @@ def test_authors_values():
         ({"rollout_batch_size": 64}, "policy.mini_batches", 4),
         ({"rollout_batch_size": 64}, "policy.loss", "ppo"),
         ({"rollout_batch_size": 64, "eps_clip": 0.1}, "policy.clip_low", 0.1),
+        ({"rollout_batch_size": 64, "dual_clip": 3.0}, "policy.dual_clip", 3.0),
         ({"max_epochs": 2}, "policy.updates_per_batch", 2),
         ({"actor_num_gpus_per_node": 8}, "policy.num_ranks", 8),
         ({"actor_num_gpus_per_node": 5}, "policy.num_ranks", 4),  # 16 prompts do not divide into 5
@@ -136,6 +137,14 @@ def test_layers_that_depend_on_the_model_are_dropped_with_a_reason(tmp_path, met
     ]  # fmt: skip
     assert note.action == "dropped"
     assert "features.layer_fractions" in note.why
+
+
+def test_keys_without_effect_there_are_dropped(tmp_path):
+    """One update a batch clips nothing, and a range of two numbers is no sweep of two runs."""
+    configs = import_config(write(tmp_path, AUTHORS, dual_clip=3.0, dynamic_filtering_reward_range=[0, 1]))
+    assert len(configs) == len(import_config(AUTHORS))
+    actions = {note.key: note.action for note in configs[0].notes}
+    assert (actions["dual_clip"], actions["dynamic_filtering_reward_range"]) == ("dropped", "dropped")
 
 
 def test_an_api_key_is_never_copied(tmp_path):
@@ -165,6 +174,13 @@ def test_axolotl_defaults_are_its_own(tmp_path):
     imported = import_config(write(tmp_path, STRUCTURED, trl__temperature=None, trl__scale_rewards=False))[0]
     assert imported.config.rollout.temperature == 1.0
     assert imported.config.reward.advantage == "dr_grpo"
+
+
+@pytest.mark.parametrize(("schedule", "action"), [("cosine", "mapped"), ("constant", "dropped")])
+def test_axolotl_last_learning_rate(tmp_path, schedule, action):
+    imported = import_config(write(tmp_path, STRIDED, lr_scheduler=schedule, cosine_min_lr_ratio=0.1))[0]
+    assert {note.action for note in imported.notes if note.key == "cosine_min_lr_ratio"} == {action}
+    assert imported.config.optimizer.min_lr_ratio == (0.1 if action == "mapped" else 0.0)
 
 
 def test_unknown_keys_are_listed_and_dropped(tmp_path):
