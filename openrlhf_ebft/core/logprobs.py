@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+_PIECE_BLOCK = 32
 _CACHED_ROWS = 32  # distributions that a CPU works on at one time: their float32 copies stay in its cache
 
 
@@ -34,9 +35,35 @@ def token_logprobs(
         (P,) float32 log-probabilities and (P,) float32 entropies, in nats.
     """
     rows = torch.arange(len(logits), device=logits.device) if source is None else source
-    scale = torch.as_tensor(temperature, dtype=torch.float32, device=logits.device).reshape(-1, 1)
-    chosen, entropy = _TokenLogprobs.apply(logits, scale, rows, targets)
+    scale = _as_column(temperature, logits)
+    return _differentiable(logits, scale, rows, targets, _normalizers(logits, scale), with_entropy)
+
+
+def _as_column(temperature: Tensor | float, logits: Tensor) -> Tensor:
+    return torch.as_tensor(temperature, dtype=torch.float32, device=logits.device).reshape(-1, 1)
+
+
+def _differentiable(
+    logits: Tensor, scale: Tensor, rows: Tensor, targets: Tensor, known: tuple[Tensor, Tensor], with_entropy: bool
+) -> tuple[Tensor, Tensor]:
+    chosen, entropy = _TokenLogprobs.apply(logits, scale, rows, targets, *known)
     return chosen, entropy[rows] if with_entropy else entropy[rows].detach()
+
+
+@torch.no_grad()
+def _normalizers(logits: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    """Logarithm of the sum of exp(logits / scale), and entropy: (U,) float32 each."""
+    log_mass, entropy = logits.new_empty(2, len(logits), dtype=torch.float32)
+    buffer = _block_buffer(logits)
+    for block, scaled in _scaled_blocks(logits, scale):
+        largest = scaled.amax(-1, keepdim=True)
+        masses = torch.exp(scaled.sub_(largest), out=buffer[: len(scaled)])
+        mass = masses.sum(-1)
+        log_mass[block] = largest[:, 0] + mass.log()
+        # A product of matrices, since `vecdot` would hold another tensor of the block's size.
+        mean = (masses[:, None] @ scaled[:, :, None])[:, 0, 0] / mass
+        entropy[block] = mass.log() - mean
+    return log_mass, entropy
 
 
 class _TokenLogprobs(torch.autograd.Function):
@@ -47,21 +74,17 @@ class _TokenLogprobs(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, scale: Tensor, rows: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """logits (U, V), scale (U or 1, 1) temperatures, rows (rising) and targets (P,) -> (P,) and (U,) float32."""
-        log_mass, entropy = logits.new_empty(2, len(logits), dtype=torch.float32)
-        for block, scaled in _scaled_blocks(logits, scale):
-            largest = scaled.amax(-1, keepdim=True)
-            masses = torch.exp(scaled.sub_(largest))
-            mass = masses.sum(-1)
-            log_mass[block] = largest[:, 0] + mass.log()
-            # A product of matrices, since `vecdot` would hold another tensor of the block's size.
-            mean = (masses[:, None] @ scaled[:, :, None])[:, 0, 0] / mass
-            entropy[block] = mass.log() - mean
+    def forward(
+        ctx: Any, logits: Tensor, scale: Tensor, rows: Tensor, targets: Tensor, log_mass: Tensor, entropy: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """logits (U, V), scale (U or 1, 1) temperatures, rows (rising) and targets (P,), `_normalizers` (U,) each.
+
+        Returns (P,) and (U,) float32.
+        """
         chosen = logits[rows, targets].float() / scale.expand(len(logits), 1)[rows, 0] - log_mass[rows]
         ctx.save_for_backward(logits, scale, log_mass, entropy, rows, targets)
         ctx.set_materialize_grads(False)
-        return chosen, entropy
+        return chosen, entropy.clone()
 
     @staticmethod
     def backward(ctx: Any, chosen: Tensor | None, entropy: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -82,7 +105,7 @@ class _TokenLogprobs(torch.autograd.Function):
                 own = slice(int(first), int(last))
                 part.index_put_((rows[own] - block.start, targets[own]), chosen[own], accumulate=True)
             gradient[block] = part.div_(scale if len(scale) == 1 else scale[block])
-        return gradient, None, None, None
+        return gradient, None, None, None, None, None
 
 
 def rows_at_once(logits: Tensor) -> int:
@@ -90,10 +113,15 @@ def rows_at_once(logits: Tensor) -> int:
     return _CACHED_ROWS if logits.device.type == "cpu" else max(len(logits), 1)
 
 
+def _block_buffer(logits: Tensor) -> Tensor:
+    # One for all blocks: a tensor for each would be memory that the system hands out and clears anew every time.
+    return logits.new_empty(min(rows_at_once(logits), len(logits)), logits.shape[1], dtype=torch.float32)
+
+
 def _scaled_blocks(logits: Tensor, scale: Tensor) -> Iterator[tuple[slice, Tensor]]:
     """Rows of `logits` / `scale` in float32, block by block; a block's tensor is overwritten by the next one."""
     rows = rows_at_once(logits)
-    buffer = logits.new_empty(min(rows, len(logits)), logits.shape[1], dtype=torch.float32)
+    buffer = _block_buffer(logits)
     for start in range(0, len(logits), rows):
         block = slice(start, min(start + rows, len(logits)))
         scaled = buffer[: block.stop - start].copy_(logits[block])
@@ -138,39 +166,54 @@ def chunked_logprobs(
     """Log-probability and entropy of every target, one of `num_chunks` pieces of the distributions at a time.
 
     Args:
-        head: maps (rows, H) hidden states to (rows, V) logits; called exactly `num_chunks` times, and as often again
-            in the backward pass, which recomputes a piece's logits instead of keeping them.
+        head: maps (rows, H) hidden states to (rows, V) logits; called exactly `num_chunks` times, and again for every
+            piece but the last in the backward pass, which recomputes a piece's logits instead of keeping them.
         hidden: (N, H) hidden states; P may be 0, which keeps the gradient path of the head.
         wanted: what is asked for.
         num_chunks: at least 1. Sharded heads gather weights in every call, so all ranks must use the same number.
         with_entropy: let gradients flow through the entropies; without, they are numbers to look at.
-        weights_move: the head's weights are taken away between calls (frozen shards), so what a recomputed piece saved
-            cannot be compared with what the first pass saved.
+        weights_move: the head's weights are taken away between calls (frozen shards), so the last piece is recomputed
+            as well, and what a recomputed piece saved cannot be compared with what the first pass saved.
 
     Returns:
         (P,) float32 log-probabilities and (P,) float32 entropies in nats, in the caller's order of targets.
     """
 
-    def one_chunk(rows: Tensor, temperature: Tensor, source: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        return token_logprobs(head(rows), targets, temperature, source, with_entropy=with_entropy)
+    def piece_logprobs(
+        rows: Tensor, temperature: Tensor, source: Tensor, targets: Tensor, known: list[tuple[Tensor, Tensor]]
+    ) -> tuple[Tensor, Tensor]:
+        logits, scale = head(rows), _as_column(temperature, rows)
+        if not known:  # the recomputation in the backward pass finds what the first pass has left
+            known.append(_normalizers(logits, scale))
+        return _differentiable(logits, scale, source, targets, known[0], with_entropy)
 
-    pieces = torch.arange(wanted.states.numel(), device=hidden.device).tensor_split(num_chunks)
+    device = hidden.device
+    edges = _piece_edges(wanted.states.numel(), num_chunks)
+    places = torch.searchsorted(wanted.source, torch.tensor(edges, device=device)).tolist()
     parts = []
-    start = 0
-    for piece in pieces:
-        stop = start + piece.numel()
-        first, last = torch.searchsorted(wanted.source, torch.tensor([start, stop], device=hidden.device)).tolist()
+    for number in range(num_chunks):
+        (start, stop), (first, last) = edges[number : number + 2], places[number : number + 2]
+        known: list[tuple[Tensor, Tensor]] = []
         arguments = (
             hidden[wanted.states[start:stop]],
             wanted.temperature[start:stop],
             wanted.source[first:last] - start,
             wanted.targets[first:last],
+            known,
         )
-        if torch.is_grad_enabled():
+        # The last piece's backward pass comes first, when its logits would have to be there anyway.
+        is_kept = number == num_chunks - 1 and not weights_move
+        if torch.is_grad_enabled() and not is_kept:
             check = "none" if weights_move else "default"
-            parts.append(checkpoint(one_chunk, *arguments, use_reentrant=False, determinism_check=check))
+            parts.append(checkpoint(piece_logprobs, *arguments, use_reentrant=False, determinism_check=check))
         else:
-            parts.append(one_chunk(*arguments))
-        start = stop
+            parts.append(piece_logprobs(*arguments))
     back = torch.argsort(wanted.order)
     return torch.cat([part[0] for part in parts])[back], torch.cat([part[1] for part in parts])[back]
+
+
+def _piece_edges(count: int, num_pieces: int) -> list[int]:
+    """Where `num_pieces` pieces of `count` rows begin and end; whole blocks, which matrix products are fastest with."""
+    size = -(-count // num_pieces)
+    size = -(-size // _PIECE_BLOCK) * _PIECE_BLOCK
+    return [min(number * size, count) for number in range(num_pieces + 1)]

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
-from openrlhf_ebft.core.split_attention import BranchPlaces, ScoreRule, TreeSplit, as_bias, attend_branches
+from openrlhf_ebft.core.branch_attention import ScoreRule, as_bias, attend_branches
+from openrlhf_ebft.core.split_attention import BranchPlaces, TreeSplit
 
 IMPLEMENTATION = "ebft_split"
 """Name under which transformers knows split attention."""
@@ -131,8 +132,8 @@ class BatchLayout:
         if own_query.shape[2] == 0:
             return self._split.join(on_reference, own_query)
         bias = self._bias(rule.window, query.dtype)
-        steps, size = self._split.num_steps, query.shape[-1]
-        own = own_key.reshape(-1, steps, size), own_value.reshape(-1, steps, size)
+        steps = self._split.num_steps
+        own = own_key.unflatten(2, (-1, steps)), own_value.unflatten(2, (-1, steps))
         branches = attend_branches(own_query, (key, value), own, bias, rule)
         return self._split.join(on_reference, branches)
 

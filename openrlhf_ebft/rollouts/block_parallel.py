@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from openrlhf_ebft.core.branch_attention import ScoreRule, as_bias, attend_branches
 from openrlhf_ebft.core.experience import Completion, Reference, RolloutRequest, SamplingSettings
 from openrlhf_ebft.core.seeding import completion_seed
-from openrlhf_ebft.core.split_attention import BranchPlaces, ScoreRule, as_bias, attend_branches
+from openrlhf_ebft.core.split_attention import BranchPlaces
 from openrlhf_ebft.models.policy import LogitsHead
 from openrlhf_ebft.models.split_attention import LayerStates, ReferenceAttention, split_attention
 from openrlhf_ebft.rollouts.sampling import draw_tokens, draw_uniforms
@@ -38,7 +39,7 @@ class DecodingLayout:
         self._step: int | None = None  # None: the references are being read
         self._attend_reference = ReferenceAttention(places)
         self._reference: dict[int, tuple[Tensor, Tensor]] = {}  # by layer: (b, V, S, d)
-        self._own: dict[int, tuple[Tensor, Tensor]] = {}  # by layer: (b * V * R, G, d)
+        self._own: dict[int, tuple[Tensor, Tensor]] = {}  # by layer: (b, V, R, G, d)
         self._biases: dict[int | None, Tensor] = {}  # of this step, by window
 
     @property
@@ -59,11 +60,11 @@ class DecodingLayout:
             self._reference[layer] = (key, value)
             return self._attend_reference(states, rule)
         if layer not in self._own:
-            rows = key.shape[0] * key.shape[1] * key.shape[2]
-            self._own[layer] = tuple(part.new_empty(rows, self._max_steps, part.shape[3]) for part in (key, value))
+            shape = *key.shape[:3], self._max_steps, key.shape[3]
+            self._own[layer] = key.new_empty(shape), value.new_empty(shape)
         for held, new in zip(self._own[layer], (key, value), strict=True):
-            held[:, self._step] = new.flatten(0, 2)
-        own_key, own_value = (held[:, : self._step + 1] for held in self._own[layer])
+            held[:, :, :, self._step] = new
+        own_key, own_value = (held[:, :, :, : self._step + 1] for held in self._own[layer])
         bias = self._bias(rule.window, query.dtype)
         return attend_branches(query, self._reference[layer], (own_key, own_value), bias, rule)
 

@@ -3,7 +3,9 @@
 import pytest
 import torch
 
-from openrlhf_ebft.core.split_attention import ScoreRule, TreeSplit, as_bias, attend_branches
+from openrlhf_ebft.core import branch_attention
+from openrlhf_ebft.core.branch_attention import ScoreRule, as_bias, attend_branches
+from openrlhf_ebft.core.split_attention import TreeSplit
 from openrlhf_ebft.core.tree_batch import TreeBatch
 from tests.trees import make_reference, make_tree
 
@@ -56,28 +58,52 @@ def test_masks_equal_the_trees(name, side, window):
 
 @pytest.mark.parametrize("name", TREES)
 @pytest.mark.parametrize("softcap", [None, 2.0])
-def test_output_equals_one_dense_softmax(name, softcap):
-    """Grouped heads, float64."""
+@pytest.mark.parametrize("scores_at_once", [1, 150, 10**6])
+def test_output_and_gradients_equal_one_dense_softmax(name, softcap, scores_at_once, monkeypatch):
+    """Grouped heads, float64; whatever is worked on together: one branch, some, whole trees."""
+    monkeypatch.setattr(branch_attention, "_CPU_SCORES", scores_at_once)
     batch = TreeBatch.collate(TREES[name])
     split = TreeSplit.from_batch(batch)
     trees, width = batch.input_ids.shape
     generator = torch.Generator().manual_seed(0)
-    query = torch.randn(trees, 4, width, 8, dtype=torch.float64, generator=generator)
-    key, value = torch.randn(2, trees, 2, width, 8, dtype=torch.float64, generator=generator)
+    shapes = (trees, 4, width, 8), (trees, 2, width, 8), (trees, 2, width, 8), (trees, 4, width, 8)
+    query, key, value, pull = (torch.randn(s, dtype=torch.float64, generator=generator) for s in shapes)
+    leaves = [part.requires_grad_() for part in (query, key, value)]
     scores = query @ key.repeat_interleave(2, 1).mT * 0.7
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
     scores = scores.masked_fill(~batch.allowed()[:, None], -torch.inf)
     wanted = scores.softmax(-1) @ value.repeat_interleave(2, 1)
-    (_, own_query), (ref_key, own_key), (ref_value, own_value) = (split.divide(part) for part in (query, key, value))
+    (_, own_query), (ref_key, own_key), (ref_value, own_value) = (split.divide(part) for part in leaves)
     bias = as_bias(*split.places.allowed(torch.arange(split.num_steps), split.num_steps, None), torch.float64)
-    rule = ScoreRule(0.7, None, softcap)
-    own = own_key.reshape(-1, split.num_steps, 8), own_value.reshape(-1, split.num_steps, 8)
-    result = attend_branches(own_query, (ref_key, ref_value), own, bias, rule)
+    own = [part.unflatten(2, (-1, split.num_steps)) for part in (own_key, own_value)]
+    result = attend_branches(own_query, (ref_key, ref_value), tuple(own), bias, ScoreRule(0.7, None, softcap))
     got = split.join(torch.zeros(trees, 4, split.reference.shape[1], 8, dtype=torch.float64), result)
+    is_branch = torch.zeros(trees, 1, width, 1, dtype=torch.bool)
     for row, tree in enumerate(batch.trees):
-        own = slice(tree.num_reference_tokens, len(tree))
-        torch.testing.assert_close(got[row, :, own], wanted[row, :, own], atol=1e-12, rtol=0)
+        is_branch[row, :, tree.num_reference_tokens : len(tree)] = True
+    torch.testing.assert_close(got * is_branch, wanted * is_branch, atol=1e-12, rtol=0)
+    gradients = [torch.autograd.grad((made * pull * is_branch).sum(), leaves) for made in (got, wanted)]
+    for ours, dense in zip(*gradients, strict=True):
+        torch.testing.assert_close(ours, dense, atol=1e-12, rtol=0)
+
+
+@pytest.mark.parametrize("scores_at_once", [1, 100, 10**6])
+def test_tokens_without_keys_of_their_own_attend_causally(scores_at_once, monkeypatch):
+    """Every reference token as a branch of one step: equal to PyTorch's own causal attention, gradients too."""
+    monkeypatch.setattr(branch_attention, "_CPU_SCORES", scores_at_once)
+    generator = torch.Generator().manual_seed(0)
+    query = torch.randn(2, 6, 11, 4, dtype=torch.float64, generator=generator, requires_grad=True)
+    key, value = (torch.randn(2, 3, 11, 4, dtype=torch.float64, generator=generator).requires_grad_() for _ in "kv")
+    bias = torch.full((11, 11), -torch.inf, dtype=torch.float64).triu(1)[None, :, None]
+    ours = attend_branches(query, (key, value), None, bias, ScoreRule(0.5, None, None))
+    wanted = torch.nn.functional.scaled_dot_product_attention(
+        query, key, value, is_causal=True, scale=0.5, enable_gqa=True
+    )
+    torch.testing.assert_close(ours, wanted, atol=1e-12, rtol=0)
+    gradients = [torch.autograd.grad(made.square().sum(), [query, key, value]) for made in (ours, wanted)]
+    for one, other in zip(*gradients, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-12, rtol=0)
 
 
 @pytest.mark.parametrize("name", TREES)

@@ -185,7 +185,7 @@ def test_references_are_not_copied_for_samples():
         block_parallel.DecodingLayout = original
     (layout,) = layouts
     assert {tuple(key.shape) for key, _ in layout._reference.values()} == {(1, 2, 28, 8)}
-    assert {tuple(key.shape) for key, _ in layout._own.values()} == {(2 * 24, 4, 8)}
+    assert {tuple(key.shape) for key, _ in layout._own.values()} == {(1, 2, 24, 4, 8)}
 
 
 def test_case_b49_shortest_contexts_and_completions():

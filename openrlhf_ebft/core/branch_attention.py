@@ -1,0 +1,207 @@
+"""Attention of many short branches over shared reference keys and each branch's own keys, block by block.
+
+Both kinds of keys go through one softmax. The probabilities of a block exist while the block is worked on and are
+computed again in the backward pass, so memory does not grow with queries times keys.
+
+Shape letters: b trees, S reference tokens, R branches, L query tokens of a branch, K key tokens of a branch,
+M = R * L queries, H heads, V key/value heads, g = H / V heads that share keys, d head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+# Scores that exist at one time: on a CPU what its cache holds, elsewhere what a small part of the memory holds.
+_CPU_SCORES = 2**19
+_DEVICE_SCORES = 2**27
+
+
+@dataclass(frozen=True)
+class ScoreRule:
+    """How a layer turns products of queries and keys into scores."""
+
+    scaling: float
+    window: int | None  # sliding window in tokens; None: full attention
+    softcap: float | None  # cap by tanh (Gemma 2), or None
+
+
+def as_bias(reference: Tensor, own: Tensor, dtype: torch.dtype) -> Tensor:
+    """Masks of `BranchPlaces.allowed` to one additive bias (b, R, L, S + K): 0 where allowed, -inf elsewhere."""
+    trees, branches = reference.shape[:2]
+    whole = torch.cat([reference.expand(-1, -1, own.shape[-2], -1), own.expand(trees, branches, -1, -1)], dim=-1)
+    return torch.zeros(whole.shape, dtype=dtype, device=whole.device).masked_fill_(~whole, -torch.inf)
+
+
+def attend_branches(
+    query: Tensor, reference: tuple[Tensor, Tensor], own: tuple[Tensor, Tensor] | None, bias: Tensor, rule: ScoreRule
+) -> Tensor:
+    """Attention of branch tokens over reference keys and own keys, one softmax.
+
+    Args:
+        query: (b, H, M, d), branch by branch.
+        reference: keys and values (b, V, S, d), computed once for all branches.
+        own: keys and values (b, V, R, K, d); None: the branches have no keys of their own (K = 0).
+        bias: (b or 1, R, L, S + K), added to the scores, which has cut the rule's window already.
+        rule: scaling and cap of the scores.
+
+    Returns:
+        (b, H, M, d) in the dtype of `query`.
+    """
+    trees, heads, _, size = query.shape
+    kv_heads = reference[0].shape[1]
+    grouped = query.unflatten(1, (kv_heads, heads // kv_heads)).unflatten(3, bias.shape[1:3]).transpose(2, 3)
+    if own is None:
+        nothing = query.new_empty(trees, kv_heads, bias.shape[1], 0, size)
+        own = nothing, nothing
+    return _BranchAttention.apply(grouped, *reference, *own, bias, rule).flatten(3, 4).flatten(1, 2)
+
+
+class _BranchAttention(torch.autograd.Function):
+    """query (b, V, R, g, L, d) and keys and values as in `attend_branches` -> (b, V, g, R, L, d)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        own_key: Tensor,
+        own_value: Tensor,
+        bias: Tensor,
+        rule: ScoreRule,
+    ) -> Tensor:
+        output = query.transpose(2, 3).new_empty(query.transpose(2, 3).shape)
+        by_branch = output.transpose(2, 3)
+        for block in _Block.cut(query, key, own_key, bias, rule):
+            rows = block.queries(query) * rule.scaling
+            on_reference, on_own = block.split(block.weights(rows))
+            mixed = torch.bmm(on_reference, block.shared(value))
+            if block.num_own:
+                mixed += torch.bmm(block.by_branch(on_own), block.own(own_value)).view_as(mixed)
+            by_branch[block.trees, :, block.branches] = block.as_queries(mixed, query)
+        ctx.save_for_backward(query, key, value, own_key, own_value, bias)
+        ctx.rule = rule
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, own_key, own_value, bias = ctx.saved_tensors
+        gradient = gradient.transpose(2, 3)
+        for_query = query.new_empty(query.transpose(2, 3).shape).transpose(2, 3)
+        # Blocks add up: in float32 at least, since there may be many of them.
+        total = torch.promote_types(key.dtype, torch.float32)
+        for_key, for_value = (torch.zeros(part.mT.shape, dtype=total, device=part.device) for part in (key, value))
+        for_own_key, for_own_value = torch.empty_like(own_key), torch.empty_like(own_value)
+        for block in _Block.cut(query, key, own_key, bias, ctx.rule):
+            rows, pulls = block.queries(query) * ctx.rule.scaling, block.queries(gradient)
+            weights = block.weights(rows)
+            on_weights = block.products(pulls, block.shared(value), own_value)
+            on_scores = torch.ops.aten._softmax_backward_data(on_weights, weights, -1, weights.dtype)
+            if ctx.rule.softcap is not None:
+                on_scores *= (
+                    1 - torch.tanh(block.products(rows, block.shared(key), own_key) / ctx.rule.softcap).square()
+                )
+            shared_scores, own_scores = block.split(on_scores)
+            shared_weights, own_weights = block.split(weights)
+            for_value[block.trees] += torch.bmm(pulls.mT, shared_weights).view_as(for_value[block.trees])
+            for_key[block.trees] += torch.bmm(rows.mT, shared_scores).view_as(for_key[block.trees])
+            for_rows = torch.bmm(shared_scores, block.shared(key))
+            if block.num_own:
+                pull, score = block.by_branch(pulls), block.by_branch(own_scores)
+                block.put_own(for_own_value, torch.bmm(block.by_branch(own_weights).mT, pull))
+                block.put_own(for_own_key, torch.bmm(score.mT, block.by_branch(rows)))
+                for_rows += torch.bmm(score, block.own(own_key)).view_as(for_rows)
+            for_query[block.trees, :, block.branches] = block.as_queries(for_rows * ctx.rule.scaling, query)
+        shared = (part.mT.to(key.dtype) for part in (for_key, for_value))
+        return for_query, *shared, for_own_key, for_own_value, None, None
+
+
+@dataclass(frozen=True, eq=False)
+class _Block:
+    """Some branches of some trees (t and n of them): their parts as batches of matrices.
+
+    The queries of a block are (t * V, n * g * L, d): seen from the reference keys rows of one matrix, seen from the
+    own keys n matrices, without a copy in between.
+    """
+
+    trees: slice
+    branches: slice
+    key: Tensor  # (b, V, S, d)
+    own_key: Tensor  # (b, V, R, K, d)
+    bias: Tensor  # (b or 1, R, L, S + K)
+    rule: ScoreRule
+
+    @classmethod
+    def cut(cls, query: Tensor, key: Tensor, own_key: Tensor, bias: Tensor, rule: ScoreRule) -> Iterator[_Block]:
+        """Blocks that cover everything: several whole trees, or a part of one tree's branches."""
+        trees, kv_heads, branches, shared, steps, _ = query.shape
+        limit = _CPU_SCORES if query.device.type == "cpu" else _DEVICE_SCORES
+        of_branch = max(kv_heads * shared * steps * bias.shape[-1], 1)
+        at_once = max(1, limit // of_branch)
+        num_trees = max(1, at_once // max(branches, 1))
+        num_branches = -(-branches // -(-branches // at_once)) if branches else 1  # about equal parts
+        for tree in range(0, trees, num_trees):
+            for branch in range(0, branches, num_branches):
+                slices = slice(tree, min(tree + num_trees, trees)), slice(branch, min(branch + num_branches, branches))
+                yield cls(*slices, key, own_key, bias, rule)
+
+    @property
+    def num_own(self) -> int:
+        """K."""
+        return self.own_key.shape[3]
+
+    def queries(self, states: Tensor) -> Tensor:
+        """(b, V, R, g, L, d) -> (t * V, n * g * L, d) of the block."""
+        return states[self.trees, :, self.branches].flatten(2, 4).flatten(0, 1)
+
+    def as_queries(self, rows: Tensor, like: Tensor) -> Tensor:
+        """The inverse of `queries`, with the sizes of `like`: (t, V, n, g, L, d)."""
+        return rows.view(-1, like.shape[1], self.branches.stop - self.branches.start, *like.shape[3:])
+
+    def shared(self, states: Tensor) -> Tensor:
+        """(b, V, S, d) -> (t * V, S, d)."""
+        return states[self.trees].flatten(0, 1)
+
+    def own(self, states: Tensor) -> Tensor:
+        """(b, V, R, K, d) -> (t * V * n, K, d)."""
+        return states[self.trees, :, self.branches].flatten(0, 2)
+
+    def put_own(self, states: Tensor, block: Tensor) -> None:
+        """The inverse of `own`: writes the block into `states`."""
+        target = states[self.trees, :, self.branches]
+        target.copy_(block.view(target.shape))
+
+    def by_branch(self, rows: Tensor) -> Tensor:
+        """(t * V, n * g * L, x) -> (t * V * n, g * L, x)."""
+        return rows.reshape(rows.shape[0] * (self.branches.stop - self.branches.start), -1, rows.shape[2])
+
+    def split(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """(t * V, n * g * L, S + K) -> the parts of reference keys and of own keys."""
+        size = self.key.shape[2]
+        return rows[..., :size], rows[..., size:]
+
+    def products(self, rows: Tensor, shared: Tensor, own: Tensor) -> Tensor:
+        """(t * V, n * g * L, S + K): rows times shared (t * V, S, d) and own (b, V, R, K, d), both transposed."""
+        on_reference = torch.bmm(rows, shared.mT)
+        if not self.num_own:
+            return on_reference
+        on_own = torch.bmm(self.by_branch(rows), self.own(own).mT)
+        return torch.cat([on_reference, on_own.view(*rows.shape[:2], -1)], dim=-1)
+
+    def weights(self, rows: Tensor) -> Tensor:
+        """Probabilities (t * V, n * g * L, S + K) of scaled queries (t * V, n * g * L, d)."""
+        scores = self.products(rows, self.shared(self.key), self.own_key)
+        if self.rule.softcap is not None:
+            scores = torch.tanh(scores / self.rule.softcap) * self.rule.softcap
+        bias = self.bias[self.trees if len(self.bias) > 1 else slice(0, 1)][:, self.branches]
+        count, kv_heads = self.branches.stop - self.branches.start, self.key.shape[1]
+        view = scores.view(-1, kv_heads, count, scores.shape[1] // (count * bias.shape[2]), *bias.shape[2:])
+        view += bias[:, None, :, None]
+        return torch.softmax(scores, dim=-1)
