@@ -48,13 +48,14 @@ class Findings:
 
 
 def examine_machine(findings: Findings) -> Machine:
-    """Packages, tools, devices, memory and ports of this machine."""
+    """Packages, tools, devices, memory, disk and ports of this machine."""
     machine = read_machine()
     versions = package_versions()
     findings.add("version", f"openrlhf-ebft {__version__}, Python {platform.python_version()}, {platform.platform()}")
     findings.add("packages", ", ".join(f"{name} {version or 'missing'}" for name, version in versions.items()))
     findings.add("devices", _devices(machine))
     findings.add("memory", f"{_gib(machine.free_memory)} of {_gib(machine.memory)} free")
+    findings.add("disk", f"{_gib(free_disk(Path()))} free at {Path().absolute()}")
     used = ports_in_use(list(PORTS))
     states = (f"{port} {name} {'in use' if port in used else 'free'}" for port, name in PORTS.items())
     findings.add("ports", ", ".join(states))

