@@ -70,24 +70,36 @@ def wait_until(condition, timeout_s: float, what: str) -> None:
         time.sleep(0.2)
 
 
-def test_two_runs_on_one_cluster_at_once(cluster, work):
-    """Both jobs succeed, their logs are followed, and both run directories are whole."""
-    jobs = {name: train(cluster, work, name, write(work, name)) for name in ("first", "second")}
-    together = 0
-    while any(process.poll() is None for process in jobs.values()):
-        together = max(together, sum("ray::PolicyTrainer" in line for line in actors(cluster)))
-        time.sleep(1)
-    for name, process in jobs.items():
-        output = process.communicate(timeout=30)[0]
-        assert process.returncode == 0, output
-        for text in ("policy trainer is up", "ebft 3/3", f"generate: openrlhf-ebft generate {work}/runs/{name}/model"):
-            assert text in output
-        assert status(cluster, name) == "succeeded"
-        folder = work / "runs" / name
-        assert {"config.yaml", "metrics.jsonl", "model"} <= {path.name for path in folder.iterdir()}
-        assert len(runs.read_metrics(work, name)) >= 5
-        assert (folder / "model" / "model.safetensors").is_file()
-    assert together == 2, "the runs were never there at the same time"
+def test_a_run_beside_another_succeeds_and_the_other_can_be_stopped_and_gone_on_from(cluster, work):
+    """Two runs on one cluster at once: the short one ends whole while the long one goes on, which is then stopped."""
+    long_config = write(work, "long", policy={"max_steps": 2000}, checkpoint={"on_interrupt": True})
+    long = train(cluster, work, "long", long_config)
+    metrics = work / "runs" / "long" / "metrics.jsonl"
+    wait_until(lambda: metrics.exists() and '"ebft"' in metrics.read_text(), 450, "no EBFT step")
+
+    short = train(cluster, work, "short", write(work, "short"))
+    output = short.communicate(timeout=450)[0]
+    assert short.returncode == 0, output
+    assert long.poll() is None, "the long run ended before the short one"
+    for text in ("policy trainer is up", "ebft 3/3", f"generate: openrlhf-ebft generate {work}/runs/short/model"):
+        assert text in output
+    assert status(cluster, "short") == "succeeded"
+    folder = work / "runs" / "short"
+    assert {"config.yaml", "metrics.jsonl", "model"} <= {path.name for path in folder.iterdir()}
+    assert len(runs.read_metrics(work, "short")) >= 5
+    assert (folder / "model" / "model.safetensors").is_file()
+
+    stopped = cluster.run("ray", "job", "stop", "--address", cluster.url, "long")
+    output = long.communicate(timeout=60)[0]
+    assert stopped.returncode == 0, stopped.stdout + stopped.stderr
+    assert status(cluster, "long") == "stopped"
+    assert "checkpoint: " in output
+    wait_until(lambda: not actors(cluster), 20, "actors are left")
+    folder = work / "runs" / "long"
+    checkpoint = CheckpointStore(folder / "checkpoints", load_config(folder / "config.yaml"), print).required()
+    done = checkpoint.state.step
+    assert 2 < done < 2002
+    assert done == max(record["step"] for record in runs.read_metrics(work, "long"))
     # Everything has been given back.
     free = cluster.run("openrlhf-ebft", "doctor", "--address", cluster.address)
     assert "node 0: 4 CPU, 0 GPU free" in free.stdout, free.stdout + free.stderr
@@ -111,24 +123,6 @@ def test_the_last_line_of_a_failed_job_says_what_failed(cluster, work):
         assert "Traceback" not in output
         assert status(cluster, name) == "failed"
     assert not (work / "runs" / "too_large").exists()
-
-
-def test_a_stopped_job_leaves_no_actor_and_a_checkpoint_to_go_on_from(cluster, work):
-    config = write(work, "stopped", policy={"max_steps": 200}, checkpoint={"on_interrupt": True})
-    job = train(cluster, work, "stopped", config)
-    metrics = work / "runs" / "stopped" / "metrics.jsonl"
-    wait_until(lambda: metrics.exists() and '"ebft"' in metrics.read_text(), 450, "no EBFT step")
-    stopped = cluster.run("ray", "job", "stop", "--address", cluster.url, "stopped")
-    output = job.communicate(timeout=60)[0]
-    assert stopped.returncode == 0, stopped.stdout + stopped.stderr
-    assert status(cluster, "stopped") == "stopped"
-    assert "checkpoint: " in output
-    wait_until(lambda: not actors(cluster), 20, "actors are left")
-    folder = work / "runs" / "stopped"
-    checkpoint = CheckpointStore(folder / "checkpoints", load_config(folder / "config.yaml"), print).required()
-    done = checkpoint.state.step
-    assert 2 < done < 202
-    assert done == max(record["step"] for record in runs.read_metrics(work, "stopped"))
 
 
 def test_a_client_without_the_token_is_turned_away(cluster):
