@@ -26,7 +26,9 @@ def read_rows(path: str, split: str, report: DataReport) -> Iterator[Row]:
         for file in _list_files(local):
             yield from _READERS[file.suffix.lower()](file, report)
     elif local.suffix.lower() in _READERS or path.startswith((".", "/", "~")):
-        raise DataError(f"data.path = {path}: no such file or folder")
+        # Relative paths of a Ray job lie in Ray's copy of the working directory: say where was looked.
+        where = "" if local.is_absolute() else f" in {Path.cwd()}"
+        raise DataError(f"data.path = {path}: no such file or folder{where}")
     else:
         yield from _read_hub_dataset(path, split, report)
 

@@ -64,7 +64,9 @@ def _read_config(key: str, path: str, trust_remote_code: bool) -> Any:
     except FileNotFoundError as error:
         raise UserError(f"{key}: {error}") from None
     except (OSError, ValueError, KeyError) as error:
-        raise UserError(f"{key} = {path}: its configuration cannot be read: {error}") from None
+        # A job's relative paths lie in Ray's copy of the working directory: say where was looked.
+        where = "" if Path(path).exists() else f"no such folder in {Path.cwd()}, and as a name of the hub "
+        raise UserError(f"{key} = {path}: {where}its configuration cannot be read: {error}") from None
     return model.get_text_config()
 
 

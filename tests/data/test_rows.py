@@ -122,7 +122,10 @@ def test_files_that_cannot_be_used(tmp_path, name, content, message):
     assert str(path) in str(caught.value)
 
 
-def test_paths_that_lead_nowhere(tmp_path):
+def test_paths_that_lead_nowhere(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(DataError, match=f"data.path = none.jsonl: no such file or folder in {tmp_path}"):
+        read("none.jsonl")
     for path in (tmp_path / "none.jsonl", tmp_path / "none"):
         with pytest.raises(DataError, match="no such file or folder"):
             read(path)

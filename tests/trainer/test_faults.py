@@ -186,6 +186,7 @@ def write(name, text):
 MODELS = {
     "wrong path": (None, {"path": "/no/such/model"}, ("model.path", "/no/such/model", "no such folder")),
     "relative path": (None, {"path": "./no-such-model"}, ("model.path", "no-such-model", "no such folder")),
+    "relative path or name": (None, {"path": "models/none"}, ("model.path", "no such folder in", "name of the hub")),
     "no tokenizer": (without("tokenizer*"), {}, ("tokenizer", "could not be loaded")),
     "no EOS token": (edit_json("tokenizer_config.json", eos_token=None), {}, ("has no EOS token",)),
     "no config": (without("config.json"), {}, ("config.json",)),
