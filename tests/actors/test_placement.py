@@ -5,6 +5,7 @@ from collections import Counter
 import pytest
 
 from openrlhf_ebft.actors.free_resources import NodeResources
+from openrlhf_ebft.actors.layout_report import layout_lines
 from openrlhf_ebft.actors.placement import (
     AGGREGATOR,
     ENGINE,
@@ -80,10 +81,13 @@ TABLE = {
 
 
 @pytest.mark.parametrize("name", TABLE)
-def test_table_of_clusters(name):
+def test_table_of_clusters(name, capsys):
     sizes, nodes, gpus, shared = TABLE[name]
     placement = plan_placement(layout(*sizes), nodes)
     check(placement, nodes)
+    with capsys.disabled():
+        asked = "{} ranks, {} engines of {} GPUs, {} feature replicas".format(*sizes)
+        print(f"\n{name}: {asked}", *layout_lines(placement, nodes), sep="\n  ")
     assert [bundle.gpus for bundle in placement.bundles] == gpus
     assert placement.shares_gpus == shared
     assert [placement.role(role).count for role in (TRAINER, ENGINE, FEATURES)] == [sizes[0], sizes[1], sizes[3]]
@@ -183,11 +187,13 @@ def test_contiguous_ranks_whatever_ray_has_done():
     assert used[4:] == [4, 5, 6]
 
 
-def test_a_layout_that_cannot_fit_says_asked_available_and_what_to_change():
+def test_a_layout_that_cannot_fit_says_asked_available_and_what_to_change(capsys):
     """Case B11: 2 CPUs asked, 1 there."""
     with pytest.raises(PlacementError) as error:
         plan_placement(make_config(placement={"trainer_cpus": 2.0}), [NodeResources(1, 0)])
     text = str(error.value)
+    with capsys.disabled():
+        print(f"\n{text}")
     assert "asked: 3 CPU" in text
     assert "node 0: 1 CPU, 0 GPU" in text
     assert "section placement" in text

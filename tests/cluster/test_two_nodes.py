@@ -16,7 +16,7 @@ def ranks_on(node) -> int:
     return sum("ray::PolicyTrainer" in line for line in offspring(node.process.pid).values())
 
 
-def test_ranks_on_both_nodes_and_a_lost_node_ends_the_run_with_a_clear_message(cluster, work):
+def test_ranks_on_both_nodes_and_a_lost_node_ends_the_run_with_a_clear_message(cluster, work, capsys):
     """Each rank asks for more than half of a node, so that no node can hold both."""
     second = cluster.add_node(cpus=3)
     wait_until(
@@ -34,6 +34,8 @@ def test_ranks_on_both_nodes_and_a_lost_node_ends_the_run_with_a_clear_message(c
     )
     shown = cluster.run("openrlhf-ebft", "doctor", str(work / config), "--address", cluster.address).stdout
     assert len(re.findall(r"policy trainer [01]\b", shown)) == 2, shown
+    with capsys.disabled():
+        print("\n" + shown[shown.index("placement of") : shown.index("\n\nmemory")])
     job = train(cluster, work, "two_nodes", config)
     metrics = work / "runs" / "two_nodes" / "metrics.jsonl"
     try:
