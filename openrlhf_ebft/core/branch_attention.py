@@ -31,15 +31,35 @@ class ScoreRule:
     softcap: float | None  # cap by tanh (Gemma 2), or None
 
 
-def as_bias(reference: Tensor, own: Tensor, dtype: torch.dtype) -> Tensor:
-    """Masks of `BranchPlaces.allowed` to one additive bias (b, R, L, S + K): 0 where allowed, -inf elsewhere."""
-    trees, branches = reference.shape[:2]
-    whole = torch.cat([reference.expand(-1, -1, own.shape[-2], -1), own.expand(trees, branches, -1, -1)], dim=-1)
-    return torch.zeros(whole.shape, dtype=dtype, device=whole.device).masked_fill_(~whole, -torch.inf)
+@dataclass(frozen=True, eq=False)
+class BranchBias:
+    """What is added to the scores of branch tokens: 0 where a key may be seen, -inf elsewhere."""
+
+    reference: Tensor  # (b or 1, R, L or 1, S)
+    own: Tensor  # (b or 1, R or 1, L, K)
+    reach: list[list[int]]  # (b or 1, R): no token of the branch sees a reference key from this one on
+
+    @classmethod
+    def of(cls, reference: Tensor, own: Tensor, dtype: torch.dtype) -> BranchBias:
+        """From the masks of `BranchPlaces.allowed`, bool of the same shapes."""
+        trees, branches, _, size = reference.shape
+        reach = [[size] * branches] * trees
+        if reference.device.type == "cpu":  # elsewhere the numbers would have to be waited for
+            order = torch.arange(1, size + 1)
+            reach = (reference.any(2) * order).amax(-1).clamp(min=1).tolist()
+        return cls(_additive(reference, dtype), _additive(own, dtype), reach)
+
+
+def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -torch.inf)
 
 
 def attend_branches(
-    query: Tensor, reference: tuple[Tensor, Tensor], own: tuple[Tensor, Tensor] | None, bias: Tensor, rule: ScoreRule
+    query: Tensor,
+    reference: tuple[Tensor, Tensor],
+    own: tuple[Tensor, Tensor] | None,
+    bias: BranchBias,
+    rule: ScoreRule,
 ) -> Tensor:
     """Attention of branch tokens over reference keys and own keys, one softmax.
 
@@ -47,7 +67,7 @@ def attend_branches(
         query: (b, H, M, d), branch by branch.
         reference: keys and values (b, V, S, d), computed once for all branches.
         own: keys and values (b, V, R, K, d); None: the branches have no keys of their own (K = 0).
-        bias: (b or 1, R, L, S + K), added to the scores, which has cut the rule's window already.
+        bias: who sees what, which has cut the rule's window already.
         rule: scaling and cap of the scores.
 
     Returns:
@@ -55,9 +75,10 @@ def attend_branches(
     """
     trees, heads, _, size = query.shape
     kv_heads = reference[0].shape[1]
-    grouped = query.unflatten(1, (kv_heads, heads // kv_heads)).unflatten(3, bias.shape[1:3]).transpose(2, 3)
+    branches, steps = len(bias.reach[0]), bias.own.shape[2]
+    grouped = query.unflatten(1, (kv_heads, heads // kv_heads)).unflatten(3, (branches, steps)).transpose(2, 3)
     if own is None:
-        nothing = query.new_empty(trees, kv_heads, bias.shape[1], 0, size)
+        nothing = query.new_empty(trees, kv_heads, branches, 0, size)
         own = nothing, nothing
     return _BranchAttention.apply(grouped, *reference, *own, bias, rule).flatten(3, 4).flatten(1, 2)
 
@@ -73,7 +94,7 @@ class _BranchAttention(torch.autograd.Function):
         value: Tensor,
         own_key: Tensor,
         own_value: Tensor,
-        bias: Tensor,
+        bias: BranchBias,
         rule: ScoreRule,
     ) -> Tensor:
         output = query.transpose(2, 3).new_empty(query.transpose(2, 3).shape)
@@ -85,33 +106,32 @@ class _BranchAttention(torch.autograd.Function):
             if block.num_own:
                 mixed += torch.bmm(block.by_branch(on_own), block.own(own_value)).view_as(mixed)
             by_branch[block.trees, :, block.branches] = block.as_queries(mixed, query)
-        ctx.save_for_backward(query, key, value, own_key, own_value, bias)
-        ctx.rule = rule
+        ctx.save_for_backward(query, key, value, own_key, own_value)
+        ctx.bias, ctx.rule = bias, rule
         return output
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, own_key, own_value, bias = ctx.saved_tensors
+        query, key, value, own_key, own_value = ctx.saved_tensors
         gradient = gradient.transpose(2, 3)
         for_query = query.new_empty(query.transpose(2, 3).shape).transpose(2, 3)
         # Blocks add up: in float32 at least, since there may be many of them.
         total = torch.promote_types(key.dtype, torch.float32)
         for_key, for_value = (torch.zeros(part.mT.shape, dtype=total, device=part.device) for part in (key, value))
         for_own_key, for_own_value = torch.empty_like(own_key), torch.empty_like(own_value)
-        for block in _Block.cut(query, key, own_key, bias, ctx.rule):
+        for block in _Block.cut(query, key, own_key, ctx.bias, ctx.rule):
             rows, pulls = block.queries(query) * ctx.rule.scaling, block.queries(gradient)
             weights = block.weights(rows)
             on_weights = block.products(pulls, block.shared(value), own_value)
             on_scores = torch.ops.aten._softmax_backward_data(on_weights, weights, -1, weights.dtype)
             if ctx.rule.softcap is not None:
-                on_scores *= (
-                    1 - torch.tanh(block.products(rows, block.shared(key), own_key) / ctx.rule.softcap).square()
-                )
+                products = block.products(rows, block.shared(key), own_key)
+                on_scores *= 1 - torch.tanh(products / ctx.rule.softcap).square()
             shared_scores, own_scores = block.split(on_scores)
             shared_weights, own_weights = block.split(weights)
-            for_value[block.trees] += torch.bmm(pulls.mT, shared_weights).view_as(for_value[block.trees])
-            for_key[block.trees] += torch.bmm(rows.mT, shared_scores).view_as(for_key[block.trees])
+            block.add_shared(for_value, torch.bmm(pulls.mT, shared_weights))
+            block.add_shared(for_key, torch.bmm(rows.mT, shared_scores))
             for_rows = torch.bmm(shared_scores, block.shared(key))
             if block.num_own:
                 pull, score = block.by_branch(pulls), block.by_branch(own_scores)
@@ -133,24 +153,33 @@ class _Block:
 
     trees: slice
     branches: slice
+    reach: int  # reference keys that some branch of the block sees; the others are left out
     key: Tensor  # (b, V, S, d)
     own_key: Tensor  # (b, V, R, K, d)
-    bias: Tensor  # (b or 1, R, L, S + K)
+    bias: BranchBias
     rule: ScoreRule
 
     @classmethod
-    def cut(cls, query: Tensor, key: Tensor, own_key: Tensor, bias: Tensor, rule: ScoreRule) -> Iterator[_Block]:
+    def cut(cls, query: Tensor, key: Tensor, own_key: Tensor, bias: BranchBias, rule: ScoreRule) -> Iterator[_Block]:
         """Blocks that cover everything: several whole trees, or a part of one tree's branches."""
         trees, kv_heads, branches, shared, steps, _ = query.shape
         limit = _CPU_SCORES if query.device.type == "cpu" else _DEVICE_SCORES
-        of_branch = max(kv_heads * shared * steps * bias.shape[-1], 1)
+        of_branch = max(kv_heads * shared * steps * (key.shape[2] + own_key.shape[3]), 1)
         at_once = max(1, limit // of_branch)
         num_trees = max(1, at_once // max(branches, 1))
         num_branches = -(-branches // -(-branches // at_once)) if branches else 1  # about equal parts
         for tree in range(0, trees, num_trees):
             for branch in range(0, branches, num_branches):
-                slices = slice(tree, min(tree + num_trees, trees)), slice(branch, min(branch + num_branches, branches))
-                yield cls(*slices, key, own_key, bias, rule)
+                rows = slice(tree, min(tree + num_trees, trees))
+                columns = slice(branch, min(branch + num_branches, branches))
+                reaches = bias.reach[rows] if len(bias.reach) > 1 else bias.reach
+                reach = max(max(of_tree[columns]) for of_tree in reaches)
+                yield cls(rows, columns, reach, key, own_key, bias, rule)
+
+    @property
+    def num_branches(self) -> int:
+        """n."""
+        return self.branches.stop - self.branches.start
 
     @property
     def num_own(self) -> int:
@@ -163,11 +192,16 @@ class _Block:
 
     def as_queries(self, rows: Tensor, like: Tensor) -> Tensor:
         """The inverse of `queries`, with the sizes of `like`: (t, V, n, g, L, d)."""
-        return rows.view(-1, like.shape[1], self.branches.stop - self.branches.start, *like.shape[3:])
+        return rows.view(-1, like.shape[1], self.num_branches, *like.shape[3:])
 
     def shared(self, states: Tensor) -> Tensor:
-        """(b, V, S, d) -> (t * V, S, d)."""
-        return states[self.trees].flatten(0, 1)
+        """(b, V, S, d) -> (t * V, reach, d)."""
+        return states[self.trees, :, : self.reach].flatten(0, 1)
+
+    def add_shared(self, states: Tensor, block: Tensor) -> None:
+        """Adds (t * V, d, reach) to (b, V, d, S)."""
+        target = states[self.trees, :, :, : self.reach]
+        target += block.view(target.shape)
 
     def own(self, states: Tensor) -> Tensor:
         """(b, V, R, K, d) -> (t * V * n, K, d)."""
@@ -180,15 +214,14 @@ class _Block:
 
     def by_branch(self, rows: Tensor) -> Tensor:
         """(t * V, n * g * L, x) -> (t * V * n, g * L, x)."""
-        return rows.reshape(rows.shape[0] * (self.branches.stop - self.branches.start), -1, rows.shape[2])
+        return rows.reshape(rows.shape[0] * self.num_branches, -1, rows.shape[2])
 
     def split(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """(t * V, n * g * L, S + K) -> the parts of reference keys and of own keys."""
-        size = self.key.shape[2]
-        return rows[..., :size], rows[..., size:]
+        """(t * V, n * g * L, reach + K) -> the parts of reference keys and of own keys."""
+        return rows[..., : self.reach], rows[..., self.reach :]
 
     def products(self, rows: Tensor, shared: Tensor, own: Tensor) -> Tensor:
-        """(t * V, n * g * L, S + K): rows times shared (t * V, S, d) and own (b, V, R, K, d), both transposed."""
+        """(t * V, n * g * L, reach + K): rows times shared (t * V, reach, d) and own (b, V, R, K, d) transposed."""
         on_reference = torch.bmm(rows, shared.mT)
         if not self.num_own:
             return on_reference
@@ -196,12 +229,20 @@ class _Block:
         return torch.cat([on_reference, on_own.view(*rows.shape[:2], -1)], dim=-1)
 
     def weights(self, rows: Tensor) -> Tensor:
-        """Probabilities (t * V, n * g * L, S + K) of scaled queries (t * V, n * g * L, d)."""
+        """Probabilities (t * V, n * g * L, reach + K) of scaled queries (t * V, n * g * L, d)."""
         scores = self.products(rows, self.shared(self.key), self.own_key)
         if self.rule.softcap is not None:
             scores = torch.tanh(scores / self.rule.softcap) * self.rule.softcap
-        bias = self.bias[self.trees if len(self.bias) > 1 else slice(0, 1)][:, self.branches]
-        count, kv_heads = self.branches.stop - self.branches.start, self.key.shape[1]
-        view = scores.view(-1, kv_heads, count, scores.shape[1] // (count * bias.shape[2]), *bias.shape[2:])
-        view += bias[:, None, :, None]
+        on_reference, on_own = self.split(scores)
+        self._add_bias(on_reference, self.bias.reference[..., : self.reach])
+        if self.num_own:
+            self._add_bias(on_own, self.bias.own)
         return torch.softmax(scores, dim=-1)
+
+    def _add_bias(self, scores: Tensor, bias: Tensor) -> None:
+        """Adds the block's part of bias (b or 1, R or 1, L or 1, x) to scores (t * V, n * g * L, x)."""
+        trees = self.trees if len(bias) > 1 else slice(None)
+        own = bias[trees, self.branches if bias.shape[1] > 1 else slice(None)]
+        steps, kv_heads = self.bias.own.shape[2], self.key.shape[1]
+        view = scores.unflatten(1, (self.num_branches, -1, steps)).unflatten(0, (-1, kv_heads))
+        view += own[:, None, :, None]

@@ -14,11 +14,14 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
-from openrlhf_ebft.core.branch_attention import ScoreRule, as_bias, attend_branches
+from openrlhf_ebft.core.branch_attention import BranchBias, ScoreRule, attend_branches
 from openrlhf_ebft.core.split_attention import BranchPlaces, TreeSplit
 
 IMPLEMENTATION = "ebft_split"
 """Name under which transformers knows split attention."""
+
+# On a CPU the kernel behind scaled_dot_product_attention is faster only with more tokens than these.
+_MOST_BLOCK_TOKENS = 2048
 
 LayerStates = tuple[Tensor, Tensor, Tensor]
 """query (b, H, T, d), key and value (b, V, T, d) of one layer."""
@@ -96,23 +99,33 @@ class ReferenceAttention:
     def __init__(self, places: BranchPlaces) -> None:
         self._places = places
         self._masks: dict[int | None, Tensor | None] = {}
+        self._biases: dict[tuple[int | None, torch.dtype], BranchBias] = {}
 
     def __call__(self, states: LayerStates, rule: ScoreRule) -> Tensor:
         """query (b, H, S, d), key and value (b, V, S, d) -> (b, H, S, d)."""
-        if rule.window not in self._masks:
-            self._masks[rule.window] = self._places.reference_allowed(rule.window)
-        mask = self._masks[rule.window]
         query, key, value = states
-        if rule.softcap is None:
-            return nn.functional.scaled_dot_product_attention(
-                query, key, value, mask, is_causal=mask is None, scale=rule.scaling, enable_gqa=True
-            )
-        count, repeats = query.shape[2], query.shape[1] // key.shape[1]
-        key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
-        scores = torch.tanh((query @ key.mT) * (rule.scaling / rule.softcap)) * rule.softcap
-        if mask is None:
-            mask = torch.ones(count, count, dtype=torch.bool, device=query.device).tril()
-        return torch.softmax(scores.masked_fill(~mask, -torch.inf), dim=-1) @ value
+        if rule.softcap is not None or (query.device.type == "cpu" and query.shape[2] <= _MOST_BLOCK_TOKENS):
+            return attend_branches(query, (key, value), None, self._bias(rule.window, query.dtype), rule)
+        mask = self._mask(rule.window)
+        return nn.functional.scaled_dot_product_attention(
+            query, key, value, mask, is_causal=mask is None, scale=rule.scaling, enable_gqa=True
+        )
+
+    def _mask(self, window: int | None) -> Tensor | None:
+        if window not in self._masks:
+            self._masks[window] = self._places.reference_allowed(window)
+        return self._masks[window]
+
+    def _bias(self, window: int | None, dtype: torch.dtype) -> BranchBias:
+        """Every reference token as a branch of one token that has no key of its own."""
+        if (window, dtype) not in self._biases:
+            mask = self._mask(window)
+            if mask is None:
+                count, device = self._places.positions.shape[1] - 1, self._places.positions.device
+                mask = torch.ones(1, 1, count, count, dtype=torch.bool, device=device).tril()
+            nothing = mask.new_ones(1, 1, 1, 0)
+            self._biases[window, dtype] = BranchBias.of(mask.transpose(1, 2), nothing, dtype)
+        return self._biases[window, dtype]
 
 
 class BatchLayout:
@@ -121,7 +134,7 @@ class BatchLayout:
     def __init__(self, split: TreeSplit) -> None:
         self._split = split
         self._reference = ReferenceAttention(split.places)
-        self._biases: dict[tuple[int | None, torch.dtype], Tensor] = {}
+        self._biases: dict[tuple[int | None, torch.dtype], BranchBias] = {}
 
     def attend(self, layer: int, states: LayerStates, rule: ScoreRule) -> Tensor:
         """See `TreeLayout`."""
@@ -137,9 +150,9 @@ class BatchLayout:
         branches = attend_branches(own_query, (key, value), own, bias, rule)
         return self._split.join(on_reference, branches)
 
-    def _bias(self, window: int | None, dtype: torch.dtype) -> Tensor:
+    def _bias(self, window: int | None, dtype: torch.dtype) -> BranchBias:
         if (window, dtype) not in self._biases:
             steps = torch.arange(self._split.num_steps, device=self._split.reference.device)
             masks = self._split.places.allowed(steps, self._split.num_steps, window)
-            self._biases[window, dtype] = as_bias(*masks, dtype)
+            self._biases[window, dtype] = BranchBias.of(*masks, dtype)
         return self._biases[window, dtype]

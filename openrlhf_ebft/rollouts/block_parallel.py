@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from openrlhf_ebft.core.branch_attention import ScoreRule, as_bias, attend_branches
+from openrlhf_ebft.core.branch_attention import BranchBias, ScoreRule, attend_branches
 from openrlhf_ebft.core.experience import Completion, Reference, RolloutRequest, SamplingSettings
 from openrlhf_ebft.core.seeding import completion_seed
 from openrlhf_ebft.core.split_attention import BranchPlaces
@@ -40,7 +40,7 @@ class DecodingLayout:
         self._attend_reference = ReferenceAttention(places)
         self._reference: dict[int, tuple[Tensor, Tensor]] = {}  # by layer: (b, V, S, d)
         self._own: dict[int, tuple[Tensor, Tensor]] = {}  # by layer: (b, V, R, G, d)
-        self._biases: dict[int | None, Tensor] = {}  # of this step, by window
+        self._biases: dict[int | None, BranchBias] = {}  # of this step, by window
 
     @property
     def reference_positions(self) -> Tensor:
@@ -71,11 +71,11 @@ class DecodingLayout:
     def _steps(self) -> Tensor:
         return torch.tensor([self._step], device=self._places.anchors.device)
 
-    def _bias(self, window: int | None, dtype: torch.dtype) -> Tensor:
+    def _bias(self, window: int | None, dtype: torch.dtype) -> BranchBias:
         if window not in self._biases:
             assert self._step is not None
             masks = self._places.allowed(self._steps(), self._step + 1, window)
-            self._biases[window] = as_bias(*masks, dtype)
+            self._biases[window] = BranchBias.of(*masks, dtype)
         return self._biases[window]
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from openrlhf_ebft.core import branch_attention
-from openrlhf_ebft.core.branch_attention import ScoreRule, as_bias, attend_branches
+from openrlhf_ebft.core.branch_attention import BranchBias, ScoreRule, attend_branches
 from openrlhf_ebft.core.split_attention import TreeSplit
 from openrlhf_ebft.core.tree_batch import TreeBatch
 from tests.trees import make_reference, make_tree
@@ -75,7 +75,8 @@ def test_output_and_gradients_equal_one_dense_softmax(name, softcap, scores_at_o
     scores = scores.masked_fill(~batch.allowed()[:, None], -torch.inf)
     wanted = scores.softmax(-1) @ value.repeat_interleave(2, 1)
     (_, own_query), (ref_key, own_key), (ref_value, own_value) = (split.divide(part) for part in leaves)
-    bias = as_bias(*split.places.allowed(torch.arange(split.num_steps), split.num_steps, None), torch.float64)
+    masks = split.places.allowed(torch.arange(split.num_steps), split.num_steps, None)
+    bias = BranchBias.of(*masks, torch.float64)
     own = [part.unflatten(2, (-1, split.num_steps)) for part in (own_key, own_value)]
     result = attend_branches(own_query, (ref_key, ref_value), tuple(own), bias, ScoreRule(0.7, None, softcap))
     got = split.join(torch.zeros(trees, 4, split.reference.shape[1], 8, dtype=torch.float64), result)
@@ -95,7 +96,8 @@ def test_tokens_without_keys_of_their_own_attend_causally(scores_at_once, monkey
     generator = torch.Generator().manual_seed(0)
     query = torch.randn(2, 6, 11, 4, dtype=torch.float64, generator=generator, requires_grad=True)
     key, value = (torch.randn(2, 3, 11, 4, dtype=torch.float64, generator=generator).requires_grad_() for _ in "kv")
-    bias = torch.full((11, 11), -torch.inf, dtype=torch.float64).triu(1)[None, :, None]
+    bias = BranchBias.of(torch.ones(11, 11).tril().bool()[None, :, None], torch.ones(1, 1, 1, 0).bool(), torch.float64)
+    assert bias.reach == [list(range(1, 12))]
     ours = attend_branches(query, (key, value), None, bias, ScoreRule(0.5, None, None))
     wanted = torch.nn.functional.scaled_dot_product_attention(
         query, key, value, is_causal=True, scale=0.5, enable_gqa=True
