@@ -9,7 +9,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from openrlhf_ebft.config.errors import UserError
 from openrlhf_ebft.data.tokenizers import load_tokenizer, stop_token_ids
-from openrlhf_ebft.models.loading import load_causal_lm
+from openrlhf_ebft.models.loading import causal_lm_arguments, load_causal_lm
 from openrlhf_ebft.models.lora import adapter_base, is_adapter_folder, load_merged
 
 
@@ -32,10 +32,12 @@ def generate_text(model_path: str, prompt: str, settings: GenerationSettings, de
         UserError: `chat` is set and the tokenizer has no chat template.
         ValueError, FileNotFoundError: `model_path` holds adapters that do not fit their base model, or it is not there.
     """
+    is_adapter = is_adapter_folder(model_path)
+    if not is_adapter:
+        causal_lm_arguments(model_path)  # says that a folder is not there better than a tokenizer that is not found
     tokenizer = load_tokenizer(model_path, trust_remote_code=settings.trust_remote_code)
     ids = _encode(prompt, tokenizer, settings.chat, model_path)
     dtype = torch.bfloat16 if device.type != "cpu" else torch.float32
-    is_adapter = is_adapter_folder(model_path)
     load = load_merged if is_adapter else load_causal_lm
     model = load(model_path, dtype=dtype, trust_remote_code=settings.trust_remote_code).to(device).eval()
     stops = stop_token_ids(tokenizer, adapter_base(model_path) if is_adapter else model_path)

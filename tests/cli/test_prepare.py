@@ -71,5 +71,6 @@ def test_generate_refuses_wrong_numbers(capsys, flags, message):
 def test_generate_needs_a_prompt_and_a_model(tmp_path, capsys):
     assert main(["generate", str(tmp_path), " "]) == 2
     assert "PROMPT is empty" in capsys.readouterr().err
-    assert main(["generate", str(tmp_path), "x"]) == 2
-    assert "could not be loaded" in capsys.readouterr().err
+    for model, message in ((tmp_path, "holds no config.json"), ("runs/misspelt/model", "no such folder")):
+        assert main(["generate", str(model), "x"]) == 2
+        assert message in capsys.readouterr().err
