@@ -2,8 +2,9 @@
 
     python benchmarks/rad_serving.py --model MODEL_FOLDER --output rad_serving.json
 
-Greedy, k = 20, a random reward model of the language model's own architecture and size, N equal prompts at once. Every
-path runs in a process of its own; rows are added to the output file, so the table can be measured in pieces (`--path`,
+k = 20, a random reward model of the language model's own architecture and size, N equal prompts at once. Greedy, save
+`vllm-rad-sampled`: greedy requests leave candidates unscored that cannot win, sampled ones need all scores. Every path
+runs in a process of its own; rows are added to the output file, so the table can be measured in pieces (`--path`,
 `--concurrency`) and is printed from all of them. The stateless path decodes and encodes every candidate, as
 public code does; its time is summed from measured steps at five lengths (see rad.py). The floor of a reward step is one
 forward of the reward model over N * k tokens, each a row of its own: nothing but the candidates, no prefix.
@@ -24,9 +25,9 @@ from pathlib import Path
 import torch
 from rad import BETA, CLOCKS, PROMPT, TOP_K, build_models, make_processor, stateless_by_steps, time_generate
 
-from openrlhf_ebft.core.cpu_linear import pack_linears
+from openrlhf_ebft.core.cpu_linear import PackedLinear, pack_linears
 
-PATHS = ("vllm", "vllm-rad", "generate-cached", "generate-stateless")
+PATHS = ("vllm", "vllm-rad", "vllm-rad-sampled", "generate-cached", "generate-stateless")
 CONCURRENCY = (1, 8, 32)
 
 
@@ -72,7 +73,8 @@ def run_engine(args: argparse.Namespace) -> list[dict]:
     _, reward, tokenizer = build_models(args.model, "same", getattr(torch, args.dtype))
     ids = tokenizer(PROMPT).input_ids
     clock = CLOCKS[args.clock]
-    extra = {"rad_beta": BETA, "rad_top_k": TOP_K} if args.path == "vllm-rad" else None
+    extra = {"rad_beta": BETA, "rad_top_k": TOP_K} if args.path.startswith("vllm-rad") else None
+    temperature = 1.0 if args.path.endswith("sampled") else 0.0
     rows = []
     with tempfile.TemporaryDirectory() as folder, torch.compiler.set_stance("force_eager"):
         reward.save_pretrained(folder)
@@ -81,7 +83,7 @@ def run_engine(args: argparse.Namespace) -> list[dict]:
         engine = start_engine(args, Path(folder))
 
         def generate(count: int, new: int) -> float:
-            params = SamplingParams(temperature=0.0, max_tokens=new, ignore_eos=True, extra_args=extra)
+            params = SamplingParams(temperature=temperature, max_tokens=new, ignore_eos=True, extra_args=extra)
             started = clock()
             outputs = engine.generate([{"prompt_token_ids": ids}] * count, params, use_tqdm=False)
             seconds = clock() - started
@@ -90,20 +92,38 @@ def run_engine(args: argparse.Namespace) -> list[dict]:
 
         for count in args.concurrency:
             generate(count, 2)
-            before, started = reward_seconds(engine), time.perf_counter()
+            before, started = reward_totals(engine), time.perf_counter()
             seconds = [generate(count, args.new_tokens) for _ in range(args.repeats)]
-            share = (reward_seconds(engine) - before) / (time.perf_counter() - started)
+            after, passed = reward_totals(engine), time.perf_counter() - started
+            share = (after["forward_seconds"] - before["forward_seconds"]) / passed
+            tokens = count * args.new_tokens * args.repeats
             row = {"path": args.path, "concurrency": count, "seconds": statistics.median(seconds)}
             if extra is not None:
                 row |= {"reward_share": share, "reward_step_s": share * row["seconds"] / args.new_tokens}
                 row |= {"reward_floor_s": reward_floor(reward, count * TOP_K, args.repeats, clock)}
+                row |= {"products_s": products(reward, count * TOP_K, args.repeats, clock)}
+                row |= {"candidates": (after["candidate_tokens"] - before["candidate_tokens"]) / tokens}
             rows.append(row)
     return rows
 
 
-def reward_seconds(engine) -> float:
-    """Seconds that the engine has spent in reward forwards so far."""
-    return engine.collective_rpc("rad_statistics")[0]["reward_models"]["same"]["forward_seconds"]
+def products(reward: torch.nn.Module, tokens: int, repeats: int, clock) -> float:
+    """Median seconds of the matrix products alone of that forward."""
+    layers = [layer for layer in reward.model.modules() if isinstance(layer, PackedLinear)]
+    inputs = {layer.in_features: torch.randn(tokens, layer.in_features, dtype=layer.dtype) for layer in layers}
+    seconds = []
+    with torch.inference_mode():
+        for _ in range(repeats + 1):
+            started = clock()
+            for layer in layers:
+                layer(inputs[layer.in_features])
+            seconds.append(clock() - started)
+    return statistics.median(seconds[1:])
+
+
+def reward_totals(engine) -> dict:
+    """What the engine's reward model has done so far."""
+    return engine.collective_rpc("rad_statistics")[0]["reward_models"]["same"]
 
 
 def run_generate(args: argparse.Namespace) -> list[dict]:
@@ -132,17 +152,18 @@ def run_generate(args: argparse.Namespace) -> list[dict]:
 
 def print_table(rows: list[dict]) -> None:
     """A Markdown table: one line per path and concurrency, with the reward forward beside its floor."""
-    print("| requests | path | tokens/s | reward share of a step | reward step ms | floor ms |")
-    print("|---|---|---|---|---|---|")
+    columns = ("requests", "path", "tokens/s", "candidates scored", "reward share of a step", "reward step ms")
+    print(f"| {' | '.join((*columns, 'floor ms', 'of it products'))} |")
+    print("|---" * (len(columns) + 2) + "|")
     order = {path: place for place, path in enumerate(PATHS)}
     for row in sorted(rows, key=lambda row: (row["concurrency"], order[row["path"]])):
         line = f"| {row['concurrency']} | {row['path']} | {row['tokens_per_s']:.3g} |"
         if "reward_share" in row:
-            line += (
-                f" {row['reward_share']:.0%} | {row['reward_step_s'] * 1e3:.0f} | {row['reward_floor_s'] * 1e3:.0f} |"
-            )
+            times = (row[name] * 1e3 for name in ("reward_step_s", "reward_floor_s", "products_s"))
+            line += f" {row['candidates']:.1f} | {row['reward_share']:.0%} | "
+            line += " | ".join(f"{time:.0f}" for time in times) + " |"
         else:
-            line += " | | |"
+            line += " | " * 5 + "|"
         print(line)
 
 

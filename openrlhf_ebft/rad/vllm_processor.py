@@ -73,6 +73,8 @@ class RADLogitsProcessor(LogitsProcessor, LogitsProcessorV2):
         )
         for sentence in self.engine.sizes():
             logger.info(sentence)
+        # Another custom processor after this one might look at more than the best token.
+        self._is_alone = len(vllm_config.model_config.logits_processors or ()) <= 1
         self._rows: dict[int, EngineRow] = {}  # V1: by place in the batch
         self._slots = SlotRows(self.engine)  # V2
         self.announce(config)
@@ -108,12 +110,18 @@ class RADLogitsProcessor(LogitsProcessor, LogitsProcessorV2):
 
     def _joined(self, params: SamplingParams, prompt: list[int] | None, outputs: list[int]) -> EngineRow | None:
         request = RADRequest.from_extra_args(params.extra_args)
-        return None if request is None else self.engine.add(request, prompt, outputs, stop_ids(params))
+        if request is None:
+            return None
+        return self.engine.add(request, prompt, outputs, stop_ids(params), is_greedy=self._is_greedy(params))
+
+    def _is_greedy(self, params: SamplingParams) -> bool:
+        return self._is_alone and takes_the_best(params)
 
     def add_request(self, req_idx: int, sampling_params: SamplingParams) -> bool:
         """V2: a request takes the slot `req_idx`; returns whether it is to be steered."""
         request = RADRequest.from_extra_args(sampling_params.extra_args)
-        return self._slots.occupy(req_idx, request, stop_ids(sampling_params))
+        is_greedy = self._is_greedy(sampling_params)
+        return self._slots.occupy(req_idx, request, stop_ids(sampling_params), is_greedy=is_greedy)
 
     def apply(self, logits: torch.Tensor, ctx: LogitsContext | None = None) -> torch.Tensor:
         """Shifts the steered rows of logits [B, V] float32 in place; `ctx` is V2's."""
@@ -193,3 +201,14 @@ def stop_ids(params: SamplingParams) -> list[int]:
     """Tokens that end a request, those that count for it first."""
     first = [] if params.eos_token_id is None else [params.eos_token_id]
     return [*first, *(params.stop_token_ids or ()), *sorted(params.all_stop_token_ids)]
+
+
+def takes_the_best(params: SamplingParams) -> bool:
+    """Whether nothing but the best token of every step matters: greedy, no penalties after RAD, no probabilities."""
+    penalties = (params.presence_penalty, params.frequency_penalty, params.repetition_penalty - 1)
+    return (
+        params.temperature == 0
+        and not any(penalties)
+        and params.logprobs is None
+        and not getattr(params, "logprob_token_ids", None)
+    )

@@ -245,3 +245,40 @@ def test_trace_has_every_step_and_survives_preemption():
         assert step["shift"] == pytest.approx(shift, abs=1e-5)
     assert engine.requests == 2
     assert token_rewards(trace, [*outputs, 1])[-1] is None
+
+
+@pytest.mark.parametrize("beta", [0.5, 3.0, 40.0])
+def test_greedy_rows_get_the_same_tokens_without_scoring_candidates_that_cannot_win(beta):
+    """Two rows of different length and kind beside a sampled one; the least gain is pushed up, so guesses fail too."""
+    classifiers = models()
+    requests = [
+        RADRequest(beta, top_k=12),
+        RADRequest(1.0, top_k=12, weights=(("kind", beta), ("toxic", -beta))),
+        RADRequest(beta, top_k=7, invert=True),
+    ]
+    tokens, ruled_out, scored = {}, {}, {}
+    for is_greedy in (False, True):
+        engine = engine_of(classifiers)
+        outputs = [[] for _ in requests]
+        rows = {
+            place: engine.add(request, [place + 3] * (4 + place), outputs[place], is_greedy=is_greedy and place < 2)
+            for place, request in enumerate(requests)
+        }
+        for step in range(20):
+            after = 2 * logits(3, step)
+            if step % 5 == 4:
+                for row in rows.values():
+                    row.least_gain = 1.0  # no candidate gains all that it could: the second forward must repair it
+            engine.apply(after, rows)
+            for place, output in enumerate(outputs):
+                output.append(int(after[place].argmax()))
+                assert int(after[place].isfinite().sum()) >= 1
+        tokens[is_greedy], ruled_out[is_greedy] = outputs, engine.ruled_out_candidates
+        scored[is_greedy] = [engine.scorers[name].statistics for name in NAMES]
+    assert tokens[True] == tokens[False]
+    assert ruled_out[False] == 0
+    if beta == 3.0:
+        assert ruled_out[True] > 50
+        assert scored[True][0].forwards > scored[False][0].forwards == 20, "no guess failed"
+        assert scored[True][0].candidate_tokens == scored[False][0].candidate_tokens - ruled_out[True]
+    assert [s.prefix_tokens for s in scored[True]] == [s.prefix_tokens for s in scored[False]], "an entry was lost"

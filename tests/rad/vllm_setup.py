@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from transformers import LlamaConfig, LlamaForSequenceClassification
 
@@ -65,8 +66,12 @@ def engine_arguments(folder: Path, **changes: Any) -> dict[str, Any]:
     } | changes
 
 
-def start(folder: Path, **changes: Any) -> Any:
-    """vLLM in this process. It replaces torch.set_num_threads, which is undone."""
+def start(folder: Path, *, is_asynchronous: bool = False, **changes: Any) -> Any:
+    """vLLM in this process. It replaces torch.set_num_threads, which is undone.
+
+    With `is_asynchronous` the scheduler plans a step before the last one's tokens are known. vLLM's CPU platform
+    switches that off; here it is switched on again.
+    """
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ["OMP_NUM_THREADS"] = str(torch.get_num_threads())
@@ -74,9 +79,26 @@ def start(folder: Path, **changes: Any) -> Any:
 
     set_num_threads = torch.set_num_threads
     try:
-        return LLM(**engine_arguments(folder, **changes))
+        with pytest.MonkeyPatch.context() as patch:
+            if is_asynchronous:
+                _let_the_scheduler_run_ahead(patch)
+            llm = LLM(**engine_arguments(folder, **changes))
     finally:
         torch.set_num_threads = set_num_threads
+    assert llm.llm_engine.vllm_config.scheduler_config.async_scheduling == is_asynchronous
+    return llm
+
+
+def _let_the_scheduler_run_ahead(patch: pytest.MonkeyPatch) -> None:
+    from vllm.platforms.cpu import CpuPlatform
+
+    original = CpuPlatform.check_and_update_config
+
+    def update(cls: type, config: Any) -> None:
+        original(config)
+        config.scheduler_config.async_scheduling = True
+
+    patch.setattr(CpuPlatform, "check_and_update_config", classmethod(update))
 
 
 def rad_of(llm: Any) -> Any:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 import torch
 
 from openrlhf_ebft.rad.candidates import select_candidates
 from openrlhf_ebft.rad.engine.blocks import BLOCK
+from openrlhf_ebft.rad.engine.choices import Choice, Group, most_shift, plan_first, plan_rest
 from openrlhf_ebft.rad.engine.config import RADEngineConfig
 from openrlhf_ebft.rad.engine.engine_row import EngineRow, RowTerm
 from openrlhf_ebft.rad.engine.prefix import StoredPrefix
@@ -20,34 +21,6 @@ from openrlhf_ebft.rad.engine.scorer import PrefixScorer
 from openrlhf_ebft.rad.engine.trace import ErrorStore, TraceStep, TraceStore
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(eq=False)
-class _Choice:
-    """A row's candidates in one step.
-
-    Attributes:
-        index: the row's place in the logits.
-        row: the request.
-        candidates: K token ids.
-        shift: [K] float32 to be added, None until the first reward is known.
-        rewards: by reward model, [K] in [0, 1]; only with a trace.
-    """
-
-    index: int
-    row: EngineRow
-    candidates: list[int]
-    shift: torch.Tensor | None = None
-    rewards: dict[str, torch.Tensor] | None = None
-
-
-@dataclass
-class _Group:
-    """Rows with the same number of candidates: ids and valid are [R, K]."""
-
-    choices: list[_Choice]
-    ids: torch.Tensor
-    valid: torch.Tensor
 
 
 class RADEngine:
@@ -70,12 +43,22 @@ class RADEngine:
         self.requests = 0
         self.failed_requests = 0
         self.steered_tokens = 0
+        self.ruled_out_candidates = 0
 
     def add(
-        self, request: RADRequest, prompt: Sequence[int] | None, outputs: Sequence[int], stop_ids: Sequence[int] = ()
+        self,
+        request: RADRequest,
+        prompt: Sequence[int] | None,
+        outputs: Sequence[int],
+        stop_ids: Sequence[int] = (),
+        *,
+        is_greedy: bool = False,
     ) -> EngineRow:
-        """A request that joins the batch, new or resumed. `outputs` is read again in every step."""
-        row = EngineRow(request, prompt or (), outputs, tuple(stop_ids))
+        """A request that joins the batch, new or resumed. `outputs` is read again in every step.
+
+        `is_greedy` says that the engine takes the best token and looks at no other.
+        """
+        row = EngineRow(request, prompt or (), outputs, tuple(stop_ids), is_greedy)
         if not outputs:
             self.requests += 1
         if request.trace is not None:
@@ -110,9 +93,10 @@ class RADEngine:
         """
         steered = [(index, row) for index, row in sorted(rows.items()) if self._refresh(row)]
         groups = self._select(logits, steered)
-        choices = [choice for group in groups for choice in group.choices]
-        for name in self.scorers:
-            self._add_rewards(name, choices)
+        plan_first(groups)
+        self._score([choice for group in groups for choice in group.choices], is_more=False)
+        if late := plan_rest(groups):
+            self._score(late, is_more=True)
         for group in groups:
             self._shift(logits, group)
         for index, row in rows.items():
@@ -133,6 +117,7 @@ class RADEngine:
             "requests": self.requests,
             "failed_requests": self.failed_requests,
             "steered_tokens": self.steered_tokens,
+            "ruled_out_candidates": self.ruled_out_candidates,
             "reward_models": {
                 name: asdict(scorer.statistics)
                 | {
@@ -183,7 +168,7 @@ class RADEngine:
             self.pause(row)
         return True
 
-    def _select(self, logits: torch.Tensor, rows: list[tuple[int, EngineRow]]) -> list[_Group]:
+    def _select(self, logits: torch.Tensor, rows: list[tuple[int, EngineRow]]) -> list[Group]:
         """Candidates of every row; rows that leave no candidate are failed."""
         alike: dict[tuple[int, int], list[tuple[int, EngineRow]]] = {}
         for index, row in rows:
@@ -194,16 +179,29 @@ class RADEngine:
             places = [index for index, _ in members]
             scores = logits if places == list(range(logits.size(0))) else logits[places]
             ids, valid = select_candidates(scores[:, :limit], "top_k", k=k)
+            best = scores.gather(1, ids)
             some = valid[:, 0].tolist()
             choices = []
             for (index, row), candidates, possible in zip(members, ids.tolist(), some, strict=True):
-                choices.append(_Choice(index, row, candidates))
+                choices.append(Choice(index, row, candidates, most_shift(row)))
                 if not possible:
                     self._fail(row, f"no possible token is among the {limit} that the reward model knows")
-            groups.append(_Group(choices, ids, valid))
+            groups.append(Group(choices, ids, valid, best))
         return groups
 
-    def _add_rewards(self, name: str, choices: list[_Choice]) -> None:
+    def _score(self, choices: list[Choice], *, is_more: bool) -> None:
+        """Rewards of the candidates that are wanted and have none yet."""
+        before = [choice.shift for choice in choices]
+        for choice in choices:
+            choice.shift = None
+        for name in self.scorers:
+            self._add_rewards(name, choices, is_more)
+        for choice, earlier in zip(choices, before, strict=True):
+            if earlier is not None and choice.shift is not None:
+                choice.shift = torch.cat([earlier, choice.shift])
+            choice.scored = choice.wanted
+
+    def _add_rewards(self, name: str, choices: list[Choice], is_more: bool) -> None:
         """Adds one reward model's part to the shift of the rows that use it."""
         using = [
             (choice, term)
@@ -215,12 +213,16 @@ class RADEngine:
             return
         rows = [
             ScoreRow(
-                choice.row.prefixes[name], choice.row.tokens, choice.candidates, term.score_index, term.score_transform
+                choice.row.prefixes[name],
+                choice.row.tokens,
+                choice.candidates[choice.scored : choice.wanted],
+                term.score_index,
+                term.score_transform,
             )
             for choice, term in using
         ]
         sizes = [len(row.candidates) for row in rows]
-        scores = self.scorers[name].score(rows)
+        scores = self.scorers[name].score(rows, is_same_step=is_more)
         repeat = torch.tensor(sizes, device=scores.device)
         factors = torch.tensor([term.factor for _, term in using], device=scores.device).repeat_interleave(repeat)
         inverted = torch.tensor([term.invert for _, term in using], device=scores.device).repeat_interleave(repeat)
@@ -235,25 +237,23 @@ class RADEngine:
             if choice.row.trace is not None:
                 choice.rewards = (choice.rewards or {}) | {name: reward}
 
-    def _shift(self, logits: torch.Tensor, group: _Group) -> None:
+    def _shift(self, logits: torch.Tensor, group: Group) -> None:
         """Writes a group's shifted logits; everything else of its rows becomes -inf."""
-        zero = torch.zeros(group.ids.size(1), device=logits.device)
-        shift = torch.stack(
-            [zero if choice.shift is None else choice.shift.to(logits.device) for choice in group.choices]
-        )
+        shift = group.shifts()
         self._check_numbers(group, shift)
         places = torch.tensor([choice.index for choice in group.choices], device=logits.device)
-        incoming = logits[places[:, None], group.ids]
-        shifted = (incoming + shift.to(logits.dtype)).masked_fill_(~group.valid, float("-inf"))
+        shifted = (group.scores + shift.to(logits.dtype)).masked_fill_(~group.valid, float("-inf"))
         logits.index_fill_(0, places, float("-inf"))
         logits[places[:, None], group.ids] = shifted
-        self.steered_tokens += sum(choice.row.error is None for choice in group.choices)
+        served = [choice for choice in group.choices if choice.row.error is None]
+        self.steered_tokens += len(served)
+        self.ruled_out_candidates += sum(len(choice.candidates) - choice.scored for choice in served)
         for choice, valid, added in zip(group.choices, group.valid, shift, strict=True):
             if choice.row.trace is not None and choice.row.error is None:
                 number = len(choice.row.tokens) - len(choice.row.prompt)
                 choice.row.trace.steps[number] = _recorded(choice, valid, added)
 
-    def _check_numbers(self, group: _Group, shift: torch.Tensor) -> None:
+    def _check_numbers(self, group: Group, shift: torch.Tensor) -> None:
         bad = shift.isnan() & group.valid
         if not bool(bad.any()):
             return
@@ -266,7 +266,7 @@ class RADEngine:
                 )
 
 
-def _recorded(choice: _Choice, valid: torch.Tensor, shift: torch.Tensor) -> TraceStep:
+def _recorded(choice: Choice, valid: torch.Tensor, shift: torch.Tensor) -> TraceStep:
     count = int(valid.sum())  # possible candidates come first
     rewards = {name: values[:count].tolist() for name, values in (choice.rewards or {}).items()}
     return TraceStep(choice.candidates[:count], rewards, shift[:count].tolist())

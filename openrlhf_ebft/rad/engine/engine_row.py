@@ -37,22 +37,27 @@ class EngineRow:
         prompt: token ids.
         outputs: the engine's own list of the response's tokens; it grows while this row lives.
         stop_ids: tokens that end the request.
+        is_greedy: only the best candidate matters, its distance from the others does not.
         terms: the rewards to sum; empty with an error.
         trace: where its steps are recorded, or None.
         error: why it cannot be steered (the engine then ends it), or None.
         tokens: prompt and response as of the last `refresh`.
         prefixes: stored prefix by reward model.
+        least_gain: what the best candidate gained in the last steps, as a share of the most that it could;
+            None before the first step.
     """
 
     request: RADRequest
     prompt: Sequence[int]
     outputs: Sequence[int]
     stop_ids: Sequence[int] = ()
+    is_greedy: bool = False
     terms: tuple[RowTerm, ...] = ()
     trace: RequestTrace | None = None
     error: str | None = None
     tokens: list[int] = field(default_factory=list)
     prefixes: dict[str, StoredPrefix] = field(default_factory=dict)
+    least_gain: float | None = None
 
     def refresh(self, vocab_limit: int) -> bool:
         """Takes over the response's new tokens; False when older ones have changed, so that prefixes must start anew.

@@ -17,8 +17,8 @@ class StoredPrefix:
         node: where the full blocks so far stand in the pool's tree of known prefixes.
         known: number of full blocks that the tree has.
         generation: that of the pool when the blocks were taken; in another one they are void.
-        step, offset, candidates: the scoring step in which this request's candidates went through last, their place
-            among that step's candidates, and their ids.
+        step: the scoring step in which this request's candidates went through last.
+        places: by candidate of that step, (which of its forwards, place among that forward's candidates).
     """
 
     blocks: list[int] = field(default_factory=list)
@@ -27,8 +27,7 @@ class StoredPrefix:
     known: int = 0
     generation: int = 0
     step: int = -1
-    offset: int = 0
-    candidates: list[int] = field(default_factory=list)
+    places: dict[int, tuple[int, int]] = field(default_factory=dict)
 
     def release(self, pool: BlockPool) -> None:
         """Gives the blocks back; the prefix starts anew."""

@@ -38,10 +38,10 @@ class ScorerStatistics:
 
 @dataclass
 class _LastStep:
-    """Candidates of the last step: per layer keys and values [heads, N, width]."""
+    """Candidates of the last step: for each of its forwards, per layer, keys and values [heads, N, width]."""
 
     number: int = 0
-    entries: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+    forwards: list[list[tuple[torch.Tensor, torch.Tensor]]] = field(default_factory=list)
 
 
 class PrefixScorer:
@@ -108,16 +108,23 @@ class PrefixScorer:
         prefix.release(self.pool)
 
     @torch.inference_mode()
-    def score(self, rows: list[ScoreRow]) -> torch.Tensor:
+    def score(self, rows: list[ScoreRow], *, is_same_step: bool = False) -> torch.Tensor:
         """Scores of all rows' candidates, one after the other, [sum of K] float32 on the model's device.
 
         Rows that are refused are marked so (`row.refused`), and their scores are zeros.
+
+        Args:
+            rows: of this step.
+            is_same_step: these are more candidates of rows that the last call has scored; none of them comes twice.
 
         Raises:
             RuntimeError: `verify` found a difference.
         """
         started = time.perf_counter()
         try:
+            if not is_same_step:
+                self._keep_chosen(rows)
+                self._last = _LastStep(self._last.number + 1)
             scores = self._score(rows)
             if self.device.type != "cpu":
                 torch.accelerator.synchronize(self.device)
@@ -126,7 +133,7 @@ class PrefixScorer:
             self.pool.forget_all()
             self._last = _LastStep(self._last.number + 1)
             raise
-        self.statistics.steps += 1
+        self.statistics.steps += not is_same_step
         self.statistics.candidate_tokens += scores.numel()
         self.statistics.forward_seconds += time.perf_counter() - started
         if self.verify:
@@ -134,7 +141,6 @@ class PrefixScorer:
         return scores
 
     def _score(self, rows: list[ScoreRow]) -> torch.Tensor:
-        self._keep_chosen(rows)
         stored = [row for row in rows if self._make_room(row)]
         if len(stored) == len(rows):
             return self._score_stored(rows)
@@ -162,24 +168,25 @@ class PrefixScorer:
 
     def _keep_chosen(self, rows: list[ScoreRow]) -> None:
         """Moves the entry of each row's newest token, if it was a candidate of the last step, into its prefix."""
-        sources, targets = [], []
+        moves: dict[int, tuple[list[int], list[tuple[int, int]]]] = {}  # by forward: places there, slots here
         for row in rows:
             prefix, covered = row.prefix, row.prefix.covered
             if prefix.generation != self.pool.generation:
                 prefix.release(self.pool)
             if prefix.step != self._last.number or len(row.tokens) != covered + 1:
                 continue
-            if row.tokens[-1] not in prefix.candidates or not prefix.reserve(self.pool, covered + 1):
+            if row.tokens[-1] not in prefix.places or not prefix.reserve(self.pool, covered + 1):
                 continue
-            sources.append(prefix.offset + prefix.candidates.index(row.tokens[-1]))
-            targets += prefix.slots(covered, covered + 1)
+            forward, place = prefix.places[row.tokens[-1]]
+            places, slots = moves.setdefault(forward, ([], []))
+            places.append(place)
+            slots += prefix.slots(covered, covered + 1)
             prefix.cover(self.pool, row.tokens, covered + 1)
-        if sources:
-            slots = Slots.of(targets, self.device)
-            index = torch.tensor(sources, device=self.device)
-            for layer, (keys, values) in enumerate(self._last.entries):
-                self.cache.write(layer, slots, keys[:, index], values[:, index])
-        self._last = _LastStep(self._last.number + 1)
+        for forward, (places, pairs) in moves.items():
+            targets = Slots.of(pairs, self.device)
+            index = torch.tensor(places, device=self.device)
+            for layer, (keys, values) in enumerate(self._last.forwards[forward]):
+                self.cache.write(layer, targets, keys[:, index], values[:, index])
 
     def _make_room(self, row: ScoreRow) -> bool:
         """Room for the row's whole prefix; False when it is too long for the model or the cache is full."""
@@ -209,15 +216,24 @@ class PrefixScorer:
         forward.groups = self._groups(arranged, forward.new_tokens)
         hidden = self._run(forward, arranged)
         logits = self.reward_model.score(hidden)
-        self._last = _LastStep(self._last.number + 1, forward.candidates)
-        offset, parts = 0, [torch.empty(0)] * len(rows)
-        for row in arranged:
-            row.prefix.step, row.prefix.offset, row.prefix.candidates = self._last.number, offset, row.candidates
-            offset += len(row.candidates)
+        self._note_places(arranged, forward)
+        parts = [torch.empty(0)] * len(rows)
         flat = self._read(arranged, logits)
         for place, part in zip(by_k, flat.split([len(row.candidates) for row in arranged]), strict=True):
             parts[place] = part
         return torch.cat(parts) if by_k != sorted(by_k) else flat
+
+    def _note_places(self, rows: list[ScoreRow], forward: Forward) -> None:
+        """Keeps the candidates' entries until the next step, and where each row's lie."""
+        number = len(self._last.forwards)
+        self._last.forwards.append(forward.candidates)
+        offset = 0
+        for row in rows:
+            prefix = row.prefix
+            if prefix.step != self._last.number:
+                prefix.step, prefix.places = self._last.number, {}
+            prefix.places |= {token: (number, offset + place) for place, token in enumerate(row.candidates)}
+            offset += len(row.candidates)
 
     def _read(self, rows: list[ScoreRow], logits: torch.Tensor) -> torch.Tensor:
         """Scores [N] from logits [N, columns], as each row wants them read."""

@@ -17,16 +17,16 @@ class SlotRows:
 
     def __init__(self, engine: RADEngine) -> None:
         self._engine = engine
-        self._waiting: dict[int, tuple[RADRequest, list[int]]] = {}
+        self._waiting: dict[int, tuple[RADRequest, list[int], bool]] = {}
         self._rows: dict[int, EngineRow] = {}
         self._outputs: dict[int, list[int]] = {}
 
-    def occupy(self, slot: int, request: RADRequest | None, stop_ids: list[int]) -> bool:
+    def occupy(self, slot: int, request: RADRequest | None, stop_ids: list[int], *, is_greedy: bool = False) -> bool:
         """A request takes a slot, whoever had it before; returns whether it is to be steered."""
         self._waiting.pop(slot, None)
         self._give_up(slot)
         if request is not None:
-            self._waiting[slot] = (request, stop_ids)
+            self._waiting[slot] = (request, stop_ids, is_greedy)
         return request is not None
 
     def serve(
@@ -48,10 +48,11 @@ class SlotRows:
         rows = {}
         for place, (slot, length, prompt_length) in enumerate(zip(slots, lengths, prompt_lengths, strict=True)):
             if slot in self._waiting:
-                request, stop_ids = self._waiting.pop(slot)
+                request, stop_ids, is_greedy = self._waiting.pop(slot)
                 outputs = read(slot, prompt_length, length)
                 self._outputs[slot] = outputs
-                self._rows[slot] = self._engine.add(request, read(slot, 0, prompt_length), outputs, stop_ids)
+                prompt = read(slot, 0, prompt_length)
+                self._rows[slot] = self._engine.add(request, prompt, outputs, stop_ids, is_greedy=is_greedy)
             elif slot in self._rows:
                 outputs = self._outputs[slot]
                 del outputs[max(length - prompt_length, 0) :]
