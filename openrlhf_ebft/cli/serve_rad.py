@@ -6,6 +6,7 @@ import signal
 import sys
 import threading
 from collections.abc import Sequence
+from pathlib import Path
 from types import FrameType
 
 from openrlhf_ebft.cli.config_arguments import config_parser, split_overrides
@@ -50,6 +51,10 @@ def serve(config: ServingConfig) -> int:
     from openrlhf_ebft.actors.connection import join_cluster
     from openrlhf_ebft.serving.server import ServerError, proxy_environment, start_server
 
+    if config.follow.run is not None and config.placement.ray_address is None:
+        from openrlhf_ebft.serving.run_models import require_followable
+
+        require_followable(Path(config.follow.run))
     join_cluster(config.placement.ray_address, proxy_environment())
     say("starting: loading the models")
     try:

@@ -33,16 +33,10 @@ def engine_arguments(config: ServingConfig, model_path: str, *, on_cpu: bool) ->
         "additional_config": {CONFIG_KEY: engine_rad_config(config)},
         "enable_log_requests": False,
     }
+    arguments["distributed_executor_backend"] = "mp" if engine.tensor_parallel_size > 1 else "uni"
     if on_cpu:
-        return arguments | {
-            "kv_cache_memory_bytes": int(engine.kv_cache_gib * 2**30),
-            "distributed_executor_backend": "uni",
-        }
-    backend = "mp" if engine.tensor_parallel_size > 1 else "uni"
-    return arguments | {
-        "gpu_memory_utilization": engine.gpu_memory_utilization,
-        "distributed_executor_backend": backend,
-    }
+        return arguments | {"kv_cache_memory_bytes": int(engine.kv_cache_gib * 2**30)}
+    return arguments | {"gpu_memory_utilization": engine.gpu_memory_utilization}
 
 
 async def start_engine(config: ServingConfig, model_path: str) -> tuple[Any, State]:

@@ -12,6 +12,7 @@ from http import HTTPStatus
 from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from openrlhf_ebft.serving import http_protocol
 from openrlhf_ebft.serving.errors import error_body
 
 SETTING = ("RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH", f"{__name__}.middlewares")
@@ -25,7 +26,8 @@ _FAILED = "the server failed to answer; its log tells more"
 
 
 def middlewares() -> list[Middleware]:
-    """What Ray Serve's proxy puts around itself."""
+    """What Ray Serve's proxy puts around itself; it calls this before it begins to listen."""
+    http_protocol.use_in_this_process()
     return [Middleware(Front)]
 
 

@@ -1,12 +1,13 @@
-"""Prometheus metrics: vLLM's own, the server's and the RAD processor's."""
+"""Prometheus metrics: vLLM's own, the server's and the RAD processor's, of one replica and of all."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from prometheus_client import REGISTRY, CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.parser import text_string_to_metric_families
 
 from openrlhf_ebft.serving.app import Admission
 from openrlhf_ebft.serving.following import Follower
@@ -15,6 +16,7 @@ _TOTALS = {
     "requests": "Requests with RAD that reached the engine.",
     "failed_requests": "Requests that RAD had to end.",
     "steered_tokens": "Tokens chosen under RAD.",
+    "ruled_out_candidates": "Candidates of greedy requests that could not win and were not scored.",
 }
 _MODEL_TOTALS = {
     "forwards": "Forward passes of the reward model.",
@@ -41,7 +43,7 @@ class _Snapshot:
         return self._families
 
 
-async def metrics_text(client: Any, admission: Admission, follower: Follower) -> str:
+async def replica_metrics(client: Any, admission: Admission, follower: Follower) -> str:
     """All metrics of this replica in Prometheus' text format.
 
     Args:
@@ -50,10 +52,33 @@ async def metrics_text(client: Any, admission: Admission, follower: Follower) ->
         follower: tells which weights are served.
     """
     statistics = (await client.collective_rpc("rad_statistics"))[0]
-    registry = CollectorRegistry()
     families = [*_server_families(admission, follower), *_rad_families(statistics)]
+    return generate_latest(REGISTRY).decode("utf-8") + _as_text(families)
+
+
+def joined_metrics(texts: Mapping[str, str]) -> str:
+    """The metrics of several replicas as one text: every sample gets the label `replica`.
+
+    Args:
+        texts: by replica, what `replica_metrics` gave there.
+    """
+    families: dict[tuple[str, str], Metric] = {}
+    for replica, text in sorted(texts.items()):
+        for family in text_string_to_metric_families(text):
+            joined = families.setdefault(
+                (family.name, family.type), Metric(family.name, family.documentation, family.type)
+            )
+            for sample in family.samples:
+                labels = sample.labels | {"replica": replica}
+                joined.add_sample(sample.name, labels, sample.value)
+    counted = GaugeMetricFamily("rad_server_replicas", "Replicas whose numbers are here.", value=len(texts))
+    return _as_text([*families.values(), counted])
+
+
+def _as_text(families: Iterable[Metric]) -> str:
+    registry = CollectorRegistry()
     registry.register(_Snapshot(families))
-    return (generate_latest(REGISTRY) + generate_latest(registry)).decode("utf-8")
+    return generate_latest(registry).decode("utf-8")
 
 
 def _server_families(admission: Admission, follower: Follower) -> Iterator[Metric]:

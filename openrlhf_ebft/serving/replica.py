@@ -12,12 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from ray import serve
+from ray.serve.exceptions import DeploymentUnavailableError
 from starlette.types import ASGIApp
 
 from openrlhf_ebft.config.serving import ServingConfig
 from openrlhf_ebft.serving.app import Admission, build_app
 from openrlhf_ebft.serving.errors import RequestError
 
+_ANSWER_S = 5.0  # limit for other replicas to answer, in seconds
 log = logging.getLogger(__name__)
 
 
@@ -81,9 +83,31 @@ class RADServer:
             raise RequestError("the engine has died", status=HTTPStatus.SERVICE_UNAVAILABLE) from None
 
     async def _metrics(self) -> str:
-        from openrlhf_ebft.serving.metrics import metrics_text
+        """Of all replicas that answer."""
+        from openrlhf_ebft.serving.metrics import joined_metrics
 
-        return await metrics_text(self._client, self._admission, self._follower)
+        texts = dict([await self.metrics()])
+        if self._config.replicas.max > 1:
+            texts |= {name: text for name, text in await self._ask_all("metrics") if name not in texts}
+        return joined_metrics(texts)
+
+    async def _ask_all(self, method: str) -> list[Any]:
+        """What a method gives in every replica that runs and answers in time."""
+        here = serve.get_replica_context()
+        handle = serve.get_deployment_handle(here.deployment, here.app_name)
+        try:
+            answers = await handle.broadcast(method).results_async(timeout_s=_ANSWER_S, return_exceptions=True)
+        except (TimeoutError, DeploymentUnavailableError) as error:
+            log.warning("other replicas could not be asked: %s", error)
+            return []
+        return [answer for answer in answers if not isinstance(answer, BaseException)]
+
+    async def metrics(self) -> tuple[str, str]:
+        """This replica's name and its metrics in Prometheus' text format."""
+        from openrlhf_ebft.serving.metrics import replica_metrics
+
+        name = serve.get_replica_context().replica_id.unique_id
+        return name, await replica_metrics(self._client, self._admission, self._follower)
 
     async def check_health(self) -> None:
         """Ray Serve's own question; a replica whose engine has died is replaced."""

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import http.client
+import json
+import socket
+import threading
 
 import httpx
 import pytest
+import uvicorn
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse
 
@@ -86,3 +91,53 @@ def test_health_does_not_wait_for_a_replica_that_loads(monkeypatch):
 def test_paths_of_serve_are_closed_but_for_its_health():
     assert ask(PlainTextResponse("routes"), "/-/routes").status_code == 404
     assert ask(PlainTextResponse("ok"), "/-/healthz").text == "ok"
+
+
+@pytest.fixture
+def listening(monkeypatch):
+    """The port of uvicorn as Ray Serve's proxy starts it; its application answers in two pieces."""
+    monkeypatch.setitem(uvicorn.config.HTTP_PROTOCOLS, "auto", uvicorn.config.HTTP_PROTOCOLS["auto"])
+    assert len(front.middlewares()) == 1
+    go_on = threading.Event()
+
+    async def app(scope, receive, send):
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"8")]})
+        await send({"type": "http.response.body", "body": b"half", "more_body": True})
+        await asyncio.to_thread(go_on.wait, 20)
+        await send({"type": "http.response.body", "body": b"half"})
+
+    server = uvicorn.Server(uvicorn.Config(lambda: app, factory=True, lifespan="off", log_level=None, log_config=None))
+    server.install_signal_handlers = lambda: None
+    listener = socket.create_server(("127.0.0.1", 0))
+    thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listener])))
+    thread.start()
+    yield listener.getsockname()[1]
+    go_on.set()
+    server.should_exit = True
+    thread.join(20)
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [b"nonsense\r\n\r\n", b"GET / HTTP/1.1\r\nBad Header: 1\r\n\r\n", b"GET / HTTP/1.1\r\nContent-Length: x\r\n\r\n"],
+)
+def test_what_is_not_http_gets_an_error_object(listening, request_):
+    with socket.create_connection(("127.0.0.1", listening), timeout=20) as connection:
+        connection.sendall(request_)
+        answer = http.client.HTTPResponse(connection)
+        answer.begin()
+        error = json.loads(answer.read())["error"]
+        assert connection.recv(1) == b"", "the connection stays open"
+    assert (answer.status, error["code"], error["type"]) == (400, 400, "invalid_request_error")
+
+
+def test_an_answer_under_way_is_not_mixed_with_an_error(listening):
+    with socket.create_connection(("127.0.0.1", listening), timeout=20) as connection:
+        connection.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+        received = b""
+        while b"half" not in received:
+            received += connection.recv(4096)
+        connection.sendall(b"nonsense\r\n\r\n")
+        while piece := connection.recv(4096):
+            received += piece
+    assert received.count(b"HTTP/1.1") == 1

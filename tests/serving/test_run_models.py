@@ -10,8 +10,16 @@ import pytest
 import torch
 
 from openrlhf_ebft.config.errors import UserError
+from openrlhf_ebft.config.lora import LoRAConfig
+from openrlhf_ebft.models.lora import add_adapters, save_adapters
 from openrlhf_ebft.rollouts.expected_weights import expected_weights
-from openrlhf_ebft.serving.run_models import base_model, complete_models, read_weights, require_unchanged
+from openrlhf_ebft.serving.run_models import (
+    base_model,
+    complete_models,
+    read_weights,
+    require_followable,
+    require_unchanged,
+)
 from openrlhf_ebft.trainer.manifests import Manifest, write_manifest
 from openrlhf_ebft.trainer.state import TrainerState
 from tests.tiny_models import tiny_llama
@@ -75,7 +83,7 @@ def test_a_replaced_final_model_has_another_version(run):
         (lambda folder: (folder / STATES).unlink(), "No such file"),
         (lambda folder: (folder / "manifest.json").unlink(), "No such file"),
         (lambda folder: (folder / "manifest.json").write_text("{"), "Expecting"),
-        (lambda folder: (folder / "manifest.json").write_text(json.dumps({"files": {}})), "ZeRO stages 0 to 2"),
+        (lambda folder: (folder / "manifest.json").write_text(json.dumps({"files": {}})), "ZeRO stage 3"),
     ],
 )
 def test_damaged_checkpoints_are_named_and_passed_over(run, damage, word):
@@ -162,3 +170,59 @@ def test_architecture_comes_from_the_final_model_else_from_the_run_s_configurati
         base_model(run)
     (run / "config.yaml").write_text("name: n\nmodel: {path: some/model}\ndata: {path: rows.jsonl}\n")
     assert base_model(run) == "some/model"
+
+
+def adapt(folder, model, tmp_path):
+    """Writes random adapters into `folder`; returns the weights W + s B A, computed by peft's own merge."""
+    adapted = tiny_llama(tmp_path / "again", seed=3)
+    adapters = add_adapters(adapted, LoRAConfig(rank=2, alpha=4), seed=0)
+    torch.manual_seed(9)
+    for _, parameter in adapters.named_parameters():
+        parameter.data.normal_(std=0.2)
+    folder.mkdir(parents=True)
+    save_adapters(folder, adapters.config, dict(adapters.named_parameters()), str(model[0]))
+    for part in adapted.modules():
+        if hasattr(part, "lora_A"):
+            part.merge()
+    return {name.replace(".base_layer.", "."): tensor for name, tensor in adapted.state_dict().items()}
+
+
+@pytest.mark.parametrize("place", ["model", "checkpoints/step-7/trainer/adapter"])
+def test_adapters_are_merged_into_their_base_model(tmp_path, model, place):
+    run = tmp_path / "lora"
+    wanted = adapt(run / place, model, tmp_path)
+    (run / "config.yaml").write_text(
+        f"name: n\nmodel: {{path: {model[0]}}}\ndata: {{path: rows.jsonl}}\nlora: {{rank: 2}}\n"
+    )
+    if place != "model":
+        sign(run / "checkpoints" / "step-7")
+    require_followable(run)
+    assert base_model(run) == str(model[0])
+    (found,) = complete_models(run, print)
+    require_unchanged(found)
+    tensors = read_weights(found, expected_weights(str(model[0]), torch.float32))
+    assert set(tensors) == set(model[1].state_dict())
+    for name, tensor in tensors.items():
+        assert torch.allclose(tensor, wanted[name], atol=1e-6), name
+    changed = [name for name, tensor in model[1].state_dict().items() if not torch.allclose(tensors[name], tensor)]
+    assert len(changed) > 8
+    if place != "model":
+        file = next((run / place).glob("*.safetensors"))
+        content = bytearray(file.read_bytes())
+        content[-1] ^= 1
+        file.write_bytes(content)
+        with pytest.raises(ValueError, match="other content"):
+            require_unchanged(found)
+
+
+def test_a_run_whose_checkpoints_never_hold_whole_weights_is_refused(tmp_path, model):
+    run = tmp_path / "zero3"
+    with pytest.raises(UserError, match="no run directory"):
+        require_followable(run)
+    run.mkdir()
+    text = f"name: n\nmodel: {{path: {model[0]}}}\ndata: {{path: rows.jsonl}}\ndeepspeed: {{zero_stage: 3}}\n"
+    (run / "config.yaml").write_text(text)
+    with pytest.raises(UserError, match=r"follow\.run = .*deepspeed\.zero_stage = 3 .*no final model yet"):
+        require_followable(run)
+    shutil.copytree(model[0], run / "model")
+    require_followable(run)
