@@ -1,7 +1,8 @@
 """Samples all completions of all anchors at once: the reference is prefilled once and shared, never copied.
 
-Shape letters: b references, S their longest prefix, A anchors, n samples, R branches of a reference, N branches of all,
-G steps, D hidden size, V vocabulary.
+Samples that agree so far are computed once, as one node. Shape letters: b references, S their longest prefix,
+n samples, N branches of all references, U nodes of all references, R nodes of a reference, G steps, V key/value heads,
+d head size, D hidden size.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from openrlhf_ebft.core.seeding import completion_seed
 from openrlhf_ebft.core.split_attention import BranchPlaces
 from openrlhf_ebft.models.policy import LogitsHead
 from openrlhf_ebft.models.split_attention import LayerStates, ReferenceAttention, split_attention
+from openrlhf_ebft.rollouts.branch_nodes import BranchNodes
 from openrlhf_ebft.rollouts.sampling import draw_tokens, draw_uniforms
 
 # Bounds of what is sampled together; one request alone may exceed them.
@@ -30,16 +32,17 @@ _HEAD_ROWS = 256  # rows whose logits exist at one time
 class DecodingLayout:
     """Keys and values of references and branches, and the attention of both phases (see `TreeLayout`).
 
-    The first forward pass holds the references, each later one the next token of every branch.
+    The first forward pass holds the references, each later one the newest token of every node.
     """
 
     def __init__(self, places: BranchPlaces, max_steps: int) -> None:
         self._places = places
         self._max_steps = max_steps
         self._step: int | None = None  # None: the references are being read
+        self._parents: Tensor | None = None  # (b, R) node of the last step that each node goes on from
         self._attend_reference = ReferenceAttention(places)
         self._reference: dict[int, tuple[Tensor, Tensor]] = {}  # by layer: (b, V, S, d)
-        self._own: dict[int, tuple[Tensor, Tensor]] = {}  # by layer: (b, V, R, G, d)
+        self._own: dict[int, tuple[Tensor, Tensor]] = {}  # by layer: (b, R, V, G, d)
         self._biases: dict[int | None, BranchBias] = {}  # of this step, by window
 
     @property
@@ -47,9 +50,20 @@ class DecodingLayout:
         """(b, S) position ids of the references."""
         return self._places.positions[:, :-1]
 
-    def next_step(self) -> Tensor:
-        """Moves on by a token; returns its position ids (b, R)."""
+    def next_step(self, anchors: Tensor, parents: Tensor) -> Tensor:
+        """Moves on by a token.
+
+        Args:
+            anchors: (b, R) int64 anchor of each node.
+            parents: (b, R) int64 the node of the last step that it goes on from.
+
+        Returns:
+            (b, R) position ids of the nodes' newest tokens.
+        """
         self._step = 0 if self._step is None else self._step + 1
+        self._places = replace(self._places, anchors=anchors)
+        is_same = torch.equal(parents, torch.arange(parents.shape[1], device=parents.device).expand_as(parents))
+        self._parents = None if is_same and parents.shape == self._held_shape() else parents
         self._biases.clear()
         return self._places.query_positions(self._steps())[..., 0]
 
@@ -59,14 +73,27 @@ class DecodingLayout:
         if self._step is None:
             self._reference[layer] = (key, value)
             return self._attend_reference(states, rule)
-        if layer not in self._own:
-            shape = *key.shape[:3], self._max_steps, key.shape[3]
-            self._own[layer] = key.new_empty(shape), value.new_empty(shape)
-        for held, new in zip(self._own[layer], (key, value), strict=True):
-            held[:, :, :, self._step] = new
-        own_key, own_value = (held[:, :, :, : self._step + 1] for held in self._own[layer])
+        own = self._held(layer, key, value)
+        for held, new in zip(own, (key, value), strict=True):
+            held[:, :, :, self._step] = new.transpose(1, 2)
+        own_key, own_value = (held[:, :, :, : self._step + 1].transpose(1, 2) for held in own)
         bias = self._bias(rule.window, query.dtype)
         return attend_branches(query, self._reference[layer], (own_key, own_value), bias, rule)
+
+    def _held(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of the layer's branches, brought to the nodes of this step."""
+        if layer not in self._own:
+            trees, kv_heads, nodes, size = key.shape
+            shape = trees, nodes, kv_heads, self._max_steps, size
+            self._own[layer] = key.new_empty(shape), value.new_empty(shape)
+        elif self._parents is not None:
+            rows = torch.arange(len(self._parents), device=self._parents.device)[:, None]
+            held_key, held_value = self._own[layer]
+            self._own[layer] = held_key[rows, self._parents], held_value[rows, self._parents]
+        return self._own[layer]
+
+    def _held_shape(self) -> tuple[int, ...]:
+        return next(iter(self._own.values()))[0].shape[:2] if self._own else ()
 
     def _steps(self) -> Tensor:
         return torch.tensor([self._step], device=self._places.anchors.device)
@@ -83,17 +110,12 @@ class DecodingLayout:
 class _Rows:
     """The N branches of a batch, request by request, anchor by anchor, sample by sample; all on the CPU."""
 
-    tree: Tensor  # (N,) request of each branch
-    slot: Tensor  # (N,) place among the request's branches
     group: Tensor  # (N,) anchor, counted through the batch
     limits: Tensor  # (N,) tokens
     seeds: list[int]
 
     @classmethod
     def of(cls, requests: Sequence[RolloutRequest]) -> _Rows:
-        counts = torch.tensor([len(request.reference.anchors) * request.num_samples for request in requests])
-        tree = torch.repeat_interleave(torch.arange(len(requests)), counts)
-        slot = torch.arange(len(tree)) - (counts.cumsum(0) - counts)[tree]
         samples = torch.cat([torch.full((len(r.reference.anchors),), r.num_samples) for r in requests])
         limits = torch.cat([request.reference.max_new_tokens.cpu() for request in requests])
         seeds = [
@@ -103,7 +125,7 @@ class _Rows:
             for sample in range(request.num_samples)
         ]
         group = torch.repeat_interleave(torch.arange(len(samples)), samples)
-        return cls(tree, slot, group, limits[group], seeds)
+        return cls(group, limits[group], seeds)
 
 
 class BlockParallelSampler:
@@ -138,19 +160,23 @@ class BlockParallelSampler:
         references = [_prefix(request.reference) for request in requests]
         places = BranchPlaces.collate(references, [request.num_samples for request in requests])
         layout = DecodingLayout(_to_device(places, self._model.device), steps)
-        states, source = self._prefill(references, layout), rows.group
+        states = self._prefill(references, layout)
+        nodes, node, running = BranchNodes.at_anchors(requests), rows.group, torch.arange(len(rows.seeds))
         tokens = torch.zeros(len(rows.seeds), steps, dtype=torch.int64)
         logprobs = torch.zeros(len(rows.seeds), steps)
         lengths = torch.zeros_like(rows.limits)
         stopped = torch.zeros(len(rows.seeds), dtype=torch.bool)
         for step in range(steps):
-            tokens[:, step], logprobs[:, step] = self._draw(states, source, uniforms[:, step], sampling)
-            running = ~stopped & (lengths < rows.limits)
-            lengths += running
-            stopped |= running & torch.isin(tokens[:, step], stop)
-            if bool((stopped | (lengths >= rows.limits)).all()):
+            drawn, logprobs[running, step] = self._draw(states, node, uniforms[running, step], sampling)
+            tokens[running, step] = drawn
+            lengths[running] += 1
+            stopped[running] = torch.isin(drawn, stop)
+            goes_on = ~stopped[running] & (lengths[running] < rows.limits[running])
+            if not bool(goes_on.any()):
                 break
-            states, source = self._decode(tokens[:, step], rows, places, layout), torch.arange(len(rows.seeds))
+            running = running[goes_on]
+            nodes, node = nodes.extend(node[goes_on], drawn[goes_on])
+            states = self._decode(nodes, layout)
         return [
             Completion(
                 tuple(tokens[row, :length].tolist()),
@@ -168,12 +194,13 @@ class BlockParallelSampler:
         states = self._forward(ids, layout.reference_positions, layout)
         return torch.cat([states[row, r.anchors.to(states.device) - 1] for row, r in enumerate(references)])
 
-    def _decode(self, tokens: Tensor, rows: _Rows, places: BranchPlaces, layout: DecodingLayout) -> Tensor:
-        """Reads the branches' newest tokens (N,); returns the states (N, D) that predict the next ones."""
-        ids = torch.zeros(places.anchors.shape, dtype=torch.int64)
-        ids[rows.tree, rows.slot] = tokens
-        states = self._forward(ids, layout.next_step(), layout)
-        return states[rows.tree.to(states.device), rows.slot.to(states.device)]
+    def _decode(self, nodes: BranchNodes, layout: DecodingLayout) -> Tensor:
+        """Reads the newest tokens of the nodes; returns the states (U, D) that predict the next ones."""
+        device = self._model.device
+        anchors, parents = nodes.grid(nodes.anchor, fill=1), nodes.grid(nodes.parent, fill=0)
+        positions = layout.next_step(anchors.to(device), parents.to(device))
+        states = self._forward(nodes.grid(nodes.token, fill=0), positions, layout)
+        return states[nodes.tree.to(device), nodes.slot.to(device)]
 
     def _forward(self, ids: Tensor, positions: Tensor, layout: DecodingLayout) -> Tensor:
         output = self._model.base_model(
@@ -184,15 +211,17 @@ class BlockParallelSampler:
     def _draw(
         self, states: Tensor, source: Tensor, uniforms: Tensor, sampling: SamplingSettings
     ) -> tuple[Tensor, Tensor]:
-        """Tokens (N,) and log-probabilities (N,) on the CPU; branch i draws from states[source[i]], in rising order."""
-        tokens, logprobs = [], []
+        """Tokens (N,) and log-probabilities (N,) on the CPU; branch i draws from states[source[i]]."""
+        order = torch.argsort(source, stable=True)
+        source, uniforms = source[order], uniforms[order]
+        tokens, logprobs = torch.empty_like(source), torch.empty(len(source))
         for start in range(0, len(states), _HEAD_ROWS):
             logits = self._head(states[start : start + _HEAD_ROWS])
-            chosen = (source >= start) & (source < start + _HEAD_ROWS)
-            drawn = draw_tokens(logits, uniforms[chosen], sampling, (source[chosen] - start).to(logits.device))
-            tokens.append(drawn[0].cpu())
-            logprobs.append(drawn[1].cpu())
-        return torch.cat(tokens), torch.cat(logprobs)
+            first, last = torch.searchsorted(source, torch.tensor([start, start + _HEAD_ROWS])).tolist()
+            part = (source[first:last] - start).to(logits.device)
+            drawn = draw_tokens(logits, uniforms[first:last], sampling, part)
+            tokens[order[first:last]], logprobs[order[first:last]] = drawn[0].cpu(), drawn[1].cpu()
+        return tokens, logprobs
 
 
 def _prefix(reference: Reference) -> Reference:

@@ -15,6 +15,7 @@ from openrlhf_ebft.models.policy import PolicyModel
 from openrlhf_ebft.rollouts import block_parallel
 from openrlhf_ebft.rollouts.anchor_prompts import anchor_prompts
 from openrlhf_ebft.rollouts.block_parallel import BlockParallelSampler
+from openrlhf_ebft.rollouts.branch_nodes import BranchNodes
 from openrlhf_ebft.rollouts.row_sampler import RowSampler
 from openrlhf_ebft.rollouts.sampling import draw_tokens, draw_uniforms, sampler_logits
 from tests.models.test_policy import FAMILIES, VOCAB, build
@@ -168,7 +169,7 @@ def test_first_tokens_follow_the_distribution():
 
 
 def test_references_are_not_copied_for_samples():
-    """Keys of the reference: one row for each request, not one for each branch."""
+    """One row for each request; one for each anchor of samples that agree, as greedy ones do."""
     model = build("llama", "sdpa")
     layouts = []
     original = block_parallel.DecodingLayout
@@ -185,7 +186,22 @@ def test_references_are_not_copied_for_samples():
         block_parallel.DecodingLayout = original
     (layout,) = layouts
     assert {tuple(key.shape) for key, _ in layout._reference.values()} == {(1, 2, 28, 8)}
-    assert {tuple(key.shape) for key, _ in layout._own.values()} == {(1, 2, 24, 4, 8)}
+    assert {tuple(key.shape) for key, _ in layout._own.values()} == {(1, 6, 2, 4, 8)}
+
+
+def test_branches_share_a_node_as_long_as_they_agree():
+    """Two requests with 2 and 1 anchors, three branches each; a branch that has ended leaves its node."""
+    requests = [strided(size, seed=1, n=3, settings=StrideSettings(4, 4, 1)) for size in (9, 5)]
+    starts = BranchNodes.at_anchors(requests)
+    assert starts.grid(starts.anchor, fill=1).tolist() == [[4, 8], [4, 1]]
+    first, node = starts.extend(torch.tensor([0, 0, 0, 1, 1, 2, 2]), torch.tensor([7, 5, 7, 5, 5, 9, 5]))
+    assert node.tolist() == [1, 0, 1, 2, 2, 4, 3]
+    assert first.grid(first.token, fill=-1).tolist() == [[5, 7, 5], [5, 9, -1]]
+    assert first.grid(first.parent, fill=-1).tolist() == [[0, 0, 1], [0, 0, -1]]
+    second, node = first.extend(torch.tensor([1, 1, 2, 4]), torch.tensor([3, 2, 2, 2]))
+    assert node.tolist() == [1, 0, 2, 3]
+    assert second.grid(second.parent, fill=-1).tolist() == [[1, 1, 2], [1, -1, -1]]
+    assert second.grid(second.anchor, fill=1).tolist() == [[4, 4, 8], [4, 1, 1]]
 
 
 def test_case_b49_shortest_contexts_and_completions():
