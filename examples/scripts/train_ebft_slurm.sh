@@ -11,10 +11,11 @@
 # One Ray cluster over the nodes of a Slurm allocation, and one training run on it. Submit from this clone, which lies
 # on storage that every node sees:
 #   sbatch examples/scripts/train_ebft_slurm.sh
-#   DRY_RUN=1 NODES=2 examples/scripts/train_ebft_slurm.sh                     # check only, without Slurm
+#   DRY_RUN=1 examples/scripts/train_ebft_slurm.sh                             # check only, without Slurm
 # Five minutes before the time limit Slurm sends SIGTERM: the run finishes its step and saves (checkpoint.on_interrupt).
 # Submitting the same command again goes on from there.
 set -euo pipefail
+NODES="${NODES:-2}" # for a dry run: as many as above
 # Slurm runs a copy of this script from its spool folder.
 # shellcheck source-path=SCRIPTDIR source=common.sh
 source "${SLURM_SUBMIT_DIR:-$(dirname "${BASH_SOURCE[0]}")/../..}/examples/scripts/common.sh"
@@ -25,6 +26,15 @@ if [ "${DRY_RUN:-0}" = 1 ]; then
   exit
 fi
 
+# pause: two seconds, unless the cluster takes longer than ten minutes to start
+pause() {
+  if [ "$SECONDS" -gt 600 ]; then
+    echo "error: the Ray cluster of $SLURM_JOB_NUM_NODES nodes is not up after ten minutes" >&2
+    exit 1
+  fi
+  sleep 2
+}
+
 PORT="${PORT:-6379}"
 HEAD_NAME="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)"
 HEAD_ADDRESS="$(srun --overlap --nodes=1 --ntasks=1 --nodelist="$HEAD_NAME" hostname --ip-address | awk '{print $1}')"
@@ -33,14 +43,14 @@ ray get-auth-token --generate > /dev/null # in the home folder, which every node
 srun --overlap --nodes=1 --ntasks=1 --nodelist="$HEAD_NAME" \
   ray start --head --block --disable-usage-stats --node-ip-address="$HEAD_ADDRESS" --port="$PORT" \
   --num-cpus="$SLURM_CPUS_PER_TASK" --num-gpus="$GPUS_PER_NODE" &
-until ray status --address "$HEAD_ADDRESS:$PORT" > /dev/null 2>&1; do sleep 2; done
+until ray status --address "$HEAD_ADDRESS:$PORT" > /dev/null 2>&1; do pause; done
 if [ "$SLURM_JOB_NUM_NODES" -gt 1 ]; then
   srun --overlap --nodes="$((SLURM_JOB_NUM_NODES - 1))" --ntasks-per-node=1 --exclude="$HEAD_NAME" \
     ray start --block --address="$HEAD_ADDRESS:$PORT" \
     --num-cpus="$SLURM_CPUS_PER_TASK" --num-gpus="$GPUS_PER_NODE" &
 fi
 nodes_up() { ray status --address "$HEAD_ADDRESS:$PORT" | grep -c ' node_' || true; }
-until [ "$(nodes_up)" -ge "$SLURM_JOB_NUM_NODES" ]; do sleep 2; done
+until [ "$(nodes_up)" -ge "$SLURM_JOB_NUM_NODES" ]; do pause; done
 
 RAY_ADDRESS="$HEAD_ADDRESS:$PORT" openrlhf-ebft train "$CONFIG" --resume auto --logging.root "$RUNS" "$@" &
 RUN=$!
