@@ -46,6 +46,9 @@ from openrlhf_ebft.core.step_batch import TrainItem
 logger = logging.getLogger(__name__)
 
 _PASSED_ON = ("HF_HUB_OFFLINE", "HF_HOME", "VLLM_LOGGING_LEVEL")
+# Kernels that oneDNN keeps, one for each shape that it has met. By default 1,024 in each of two caches: hundreds of MiB
+# after some hundred steps, since almost every step has new lengths. A pass needs some tens of them.
+_KERNEL_CACHES = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "256", "LRU_CACHE_CAPACITY": "256"}
 _START = "start (limit: placement.start_timeout_s)"
 
 
@@ -65,10 +68,14 @@ def ask_free_nodes(address: str) -> list[NodeResources]:
 
 @dataclass(frozen=True, eq=False)
 class RunActors:
-    """Every actor of a run, behind its group."""
+    """Every actor of a run, behind its group.
+
+    Where nothing is sampled (`EBFTConfig.samples_completions`), `rollout`, `rewards` and `weights` have no actors and
+    are not to be asked.
+    """
 
     rollout: RolloutEngineGroup
-    features: FeatureNetworkGroup | None  # None: the trainer's own base model
+    features: FeatureNetworkGroup | None  # None: the trainer's own base model, or nothing is sampled
     rewards: RewardAggregatorHandle
     trainer: PolicyTrainerGroup
     weights: WeightSync
@@ -155,7 +162,7 @@ def start_actors(
     try:
         engines = place(ENGINE, RolloutEngineActor, lambda i: (config, sampling, max_model_len))
         rollout = RolloutEngineGroup(engines, config)
-        if placement.shares_gpus:
+        if placement.shares_gpus and config.samples_completions:
             # vLLM measures the free memory of its GPU while it starts: nothing else may take some meanwhile.
             rollout.effective_settings(config.placement.start_timeout_s, _START)
         special = tuple(special_ids)
@@ -170,7 +177,7 @@ def start_actors(
             reference = ReferenceModelGroup(place(REFERENCE, ReferenceModelActor, lambda i: (config,)), config)
         transfer = choose_transfer(
             config.rollout,
-            with_gpus=any(node.has_gpus for node in nodes),
+            with_gpus=any(node.has_gpus for node in nodes) and config.samples_completions,
             adapters_alone=config.lora.sends_adapters,
         )
         actors = RunActors(
@@ -200,11 +207,13 @@ def _wait_until_up(actors: RunActors, config: EBFTConfig, total_steps: int, say:
     if actors.features:
         layers = wait_for(phase, actors.features.names, features, limit)[0]
         say(f"feature network is up, taps after blocks {layers}")
-    else:
+    elif config.base_model_gives_features:
         say(f"features come from the trainer's base model, taps after blocks {actors.trainer.layer_indices()}")
     if actors.reference:
         wait_for(phase, actors.reference.names, reference, limit)
         say("reference model is up")
+    if not config.samples_completions:
+        return
     settings = actors.rollout.effective_settings(limit, phase)
     actors.weights.connect()
     shown = ("sampling/temperature", "sampling/top_p", "sampling/top_k", "engine/weight_transfer")
@@ -246,11 +255,16 @@ class _Placer:
         self._schedule_timeout_s = config.placement.schedule_timeout_s
         self.started: list[Any] = []
         threads = config.placement.threads_per_actor or os.cpu_count() or 1
-        self._environment = {name: os.environ[name] for name in _PASSED_ON if name in os.environ} | {
-            "OMP_NUM_THREADS": str(threads),  # Ray would set it to the share of CPUs
-            "OMP_WAIT_POLICY": "PASSIVE",  # phases alternate: a waiting actor must not keep its cores busy
-            "TOKENIZERS_PARALLELISM": "false",
-        }
+        passed_on = {name: os.environ[name] for name in (*_PASSED_ON, *_KERNEL_CACHES) if name in os.environ}
+        self._environment = (
+            _KERNEL_CACHES
+            | passed_on
+            | {
+                "OMP_NUM_THREADS": str(threads),  # Ray would set it to the share of CPUs
+                "OMP_WAIT_POLICY": "PASSIVE",  # phases alternate: a waiting actor must not keep its cores busy
+                "TOKENIZERS_PARALLELISM": "false",
+            }
+        )
 
     def __call__(
         self, name: str, kind: type, arguments: Callable[[int], tuple[Any, ...]], label: str | None = None
@@ -269,7 +283,8 @@ class _Placer:
             self.started.append(options.remote(*arguments(number)))
             return self.started[-1]
 
-        names = [name] if name == AGGREGATOR else [f"{label or name} {number}" for number in range(role.count)]
+        numbered = [f"{label or name} {number}" for number in range(role.count)]
+        names = [name] * role.count if name == AGGREGATOR else numbered
         return Crew(names, spawn, self._budget, self._heartbeat_s)
 
     def _require_bundles(self) -> None:

@@ -103,7 +103,7 @@ def examine_config(
     out.lines += ["", f"memory{known}:", *(f"  {line}" for line in memory_lines(memory))]
     if on_gpus and gpu_bytes is not None:
         out.problems += gpu_problems(memory, placement, gpu_bytes)
-        if config.rollout.engine == "vllm":
+        if config.rollout.engine == "vllm" and config.samples_completions:
             share = policy.total * (4 if config.model.dtype == "float32" else 2) / config.rollout.tensor_parallel_size
             out.problems += engine_problems(share, config.rollout.gpu_memory_utilization * gpu_bytes)
     if machine is None:

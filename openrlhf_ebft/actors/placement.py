@@ -55,8 +55,8 @@ class Placement:
         return next(i for i, bundle in enumerate(self.bundles) if (role, number) in bundle.actors)
 
     def role(self, name: str) -> Role:
-        """The role of that name."""
-        return next(role for role in self.roles if role.name == name)
+        """The role of that name, with no actors where the run does without it."""
+        return next((role for role in self.roles if role.name == name), Role(name, 0, 0.0, 0.0))
 
     def contiguous(self, node_ids: Mapping[int, str]) -> list[int]:
         """For each bundle the reserved one to use, so that actors of one role follow each other node by node.
@@ -100,7 +100,7 @@ def plan_placement(config: EBFTConfig, nodes: Sequence[NodeResources]) -> Placem
 
 
 def list_roles(config: EBFTConfig, *, with_gpus: bool, shared: bool = False) -> list[Role]:
-    """The actors of a run. Without GPUs in the cluster every role runs on CPUs.
+    """The actors of a run, of those roles alone that it needs. Without GPUs in the cluster all run on CPUs.
 
     Raises PlacementError when model.attention = flex meets a trainer or feature network without a GPU.
     """
@@ -113,12 +113,13 @@ def list_roles(config: EBFTConfig, *, with_gpus: bool, shared: bool = False) -> 
 
     reference_replicas = config.reference.num_replicas if config.has_reference_actors else 0
     feature_replicas = config.features.num_replicas if config.has_feature_actors else 0
+    engines = config.rollout.num_engines if config.samples_completions else 0
     roles = [
         Role(TRAINER, config.policy.num_ranks, place.trainer_cpus, gpus(place.gpus_per_trainer_rank)),
-        Role(ENGINE, config.rollout.num_engines, place.rollout_cpus, gpus(config.rollout.tensor_parallel_size)),
+        Role(ENGINE, engines, place.rollout_cpus, gpus(config.rollout.tensor_parallel_size)),
         Role(FEATURES, feature_replicas, place.feature_cpus, gpus(place.gpus_per_feature_replica)),
         Role(REFERENCE, reference_replicas, place.reference_cpus, gpus(place.gpus_per_reference_replica)),
-        Role(AGGREGATOR, 1, place.aggregator_cpus, 0.0),
+        Role(AGGREGATOR, int(config.samples_completions), place.aggregator_cpus, 0.0),
     ]
     return [role for role in roles if role.count]
 
@@ -137,7 +138,7 @@ def _require_gpus_for_float16(config: EBFTConfig, *, with_gpus: bool) -> None:
 def _require_gpus_for_flex(config: EBFTConfig, *, with_gpus: bool) -> None:
     if config.model.attention != "flex":
         return
-    keys = ("gpus_per_trainer_rank", "gpus_per_feature_replica")
+    keys = ["gpus_per_trainer_rank", *(["gpus_per_feature_replica"] if config.has_feature_actors else [])]
     without = [f"placement.{key} = 0" for key in keys if getattr(config.placement, key) == 0]
     cause = without[0] if with_gpus and without else "the cluster has none"
     if without or not with_gpus:
@@ -157,7 +158,7 @@ def settle_sharing(config: EBFTConfig, placement: Placement) -> EBFTConfig:
     Raises PlacementError when rollout.weight_transfer = nccl meets shared GPUs.
     """
     rollout = config.rollout
-    if not placement.shares_gpus or rollout.engine != "vllm":
+    if not placement.shares_gpus or rollout.engine != "vllm" or not config.samples_completions:
         return config
     transfer = rollout.weight_transfer
     if transfer == "nccl":
@@ -186,7 +187,7 @@ def _require_possible(config: EBFTConfig, nodes: Sequence[NodeResources], with_g
             "(placement.ray_address), or set placement.require_gpus to false to run on CPUs"
         )
     size = config.rollout.tensor_parallel_size
-    if size > 1:
+    if size > 1 and config.samples_completions:
         raise PlacementError(
             f"asked: {size} GPU for each engine; available: {_shown(nodes)}\n"
             f"rollout.tensor_parallel_size = {size} needs GPUs, and the cluster has none: set it to 1"

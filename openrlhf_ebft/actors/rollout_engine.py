@@ -55,6 +55,9 @@ class RolloutEngineActor:
     def weight_version(self) -> int:
         return self._engine.weight_version
 
+    def forget_prefixes(self) -> None:
+        self._engine.forget_prefixes()
+
     def transfer(self, method: str, argument: Any) -> None:
         """One call of the GPU transfer protocol: see `EngineFleet`."""
         getattr(self._engine, method)(argument)
@@ -123,6 +126,11 @@ class RolloutEngineGroup:
         calls = {n: lambda engine: engine.update_weights.remote(update) for n in range(len(self.engines))}
         versions = self._crew.call("weight sync", calls, self._timeout_s, self._restart_empty)
         _require_version(update.version, list(versions.values()))
+
+    def forget_prefixes(self) -> None:
+        """Drops cached keys and values of earlier prompts on every engine; waits."""
+        calls = {n: lambda engine: engine.forget_prefixes.remote() for n in range(len(self.engines))}
+        self._crew.call("prefix cache", calls, self._timeout_s, self._restart)
 
     def check_versions(self, version: int) -> None:
         """Raises ActorError unless every engine publishes `version`."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from openrlhf_ebft.config.multiples import nearest_multiples
 from openrlhf_ebft.config.sections import EBFTConfig
 
 
@@ -24,6 +25,18 @@ def evaluation_has_rows(config: EBFTConfig) -> Iterator[str]:
         yield (
             f"evaluation.tasks = {list(evaluation.tasks)} is measured with the held-out evaluation, but "
             "evaluation.max_examples = 0: set evaluation.max_examples to 1 or more"
+        )
+
+
+def evaluations_meet_weight_updates(config: EBFTConfig) -> Iterator[str]:
+    """An evaluation takes the newest weights, so between two updates it would change what training samples later."""
+    every, sync = config.evaluation.every_steps, config.rollout.sync_every_steps
+    if config.policy.objective == "ebft" and every % sync:
+        nearest = " or ".join(str(value) for value in nearest_multiples(every, sync))
+        yield (
+            f"evaluation.every_steps = {every} is no multiple of rollout.sync_every_steps = {sync}: evaluations would "
+            f"give the engines newer weights than training has them use; set evaluation.every_steps to {nearest}, "
+            "or rollout.sync_every_steps to 1"
         )
 
 
@@ -61,4 +74,4 @@ def translation_has_text(config: EBFTConfig) -> Iterator[str]:
         )
 
 
-EVALUATION_RULES = (evaluation_has_rows, code_is_allowed_to_run, translation_has_text)
+EVALUATION_RULES = (evaluation_has_rows, evaluations_meet_weight_updates, code_is_allowed_to_run, translation_has_text)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 
 from openrlhf_ebft.config.evaluation_rules import EVALUATION_RULES
 from openrlhf_ebft.config.lora_rules import LORA_RULES
+from openrlhf_ebft.config.multiples import nearest_multiples
 from openrlhf_ebft.config.policy_rules import POLICY_NOTES, POLICY_RULES
 from openrlhf_ebft.config.sections import DataConfig, EBFTConfig
 
@@ -31,12 +32,6 @@ def check_rules(config: EBFTConfig) -> list[str]:
 def list_notes(config: EBFTConfig) -> list[str]:
     """Returns one sentence for each choice that is allowed but changes what a run means."""
     return [note for rule in _NOTES for note in rule(config)]
-
-
-def nearest_multiples(value: int, divisor: int) -> list[int]:
-    """Returns the multiples of `divisor` next to `value` that are at least `divisor`, below first."""
-    below = value // divisor * divisor
-    return [multiple for multiple in (below, below + divisor) if multiple >= divisor]
 
 
 def _batch_divides(config: EBFTConfig) -> Iterator[str]:

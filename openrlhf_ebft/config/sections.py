@@ -107,7 +107,7 @@ class RolloutConfig(Section):
     sleep: bool | None = Field(
         None, description="free an engine's GPU memory between calls (vllm); default: when GPUs are shared"
     )
-    sync_every_steps: int = Field(1, ge=1, description="optimizer steps between weight updates of the engines")
+    sync_every_steps: int = Field(1, ge=1, description="EBFT steps between weight updates of the engines")
     weight_transfer: Literal["auto", "object_store", "nccl", "ipc"] = Field(
         "auto", description="how weights reach the engines; auto: object_store on CPU, nccl on GPU"
     )
@@ -150,8 +150,8 @@ class RewardConfig(Section):
     function: str | None = Field(
         None,
         pattern=r".+:[A-Za-z_]\w*$",
-        description="FILE.py:NAME of a Python function that gets prompts, completions and ground truths as text and "
-        "returns a number for each; default: none",
+        description="FILE.py:NAME of a Python function that gets prompts, completions, ground truths and any columns "
+        "of the data, and returns a number for each completion; default: none",
     )
     function_coef: float = Field(1.0, ge=0.0, description="weight of reward.function's values")
     advantage: Literal["rloo", "rloo_simple", "group_norm", "dr_grpo", "reinforce"] = Field(
@@ -232,9 +232,19 @@ class EBFTConfig(Section):
         return self.policy.kl_coef > 0 and self.reference.source == "separate"
 
     @property
+    def samples_completions(self) -> bool:
+        """Whether training or evaluation samples completions, and so needs engines, features and rewards."""
+        return self.policy.objective == "ebft" or self.evaluation.max_examples > 0
+
+    @property
     def has_feature_actors(self) -> bool:
-        """Whether features come from actors of their own instead of the trainer's base model."""
-        return self.features.source == "separate"
+        """Whether features come from actors of their own."""
+        return self.samples_completions and self.features.source == "separate"
+
+    @property
+    def base_model_gives_features(self) -> bool:
+        """Whether features come from the trainer's own base model."""
+        return self.samples_completions and self.features.source == "policy_base"
 
     @property
     def completion_limit(self) -> int:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -26,6 +27,7 @@ class Reference:
     loss_mask: Tensor  # (S,) bool: tokens that the cross-entropy covers (token 0 has no predictor and never counts)
     document_ids: Tensor | None = None  # (S,) int64, non-decreasing: documents of a packed reference
     closings: Tensor | None = None  # (A,) int64: tokens at the end of each window that only close a turn (EOS); None: 0
+    columns: tuple[Mapping[str, Any], ...] = ()  # of each document: the columns that reward.function asks for; (): none
 
     def to(self, device: torch.device) -> Reference:
         """The same reference with all tensors on `device`."""
@@ -36,6 +38,12 @@ class Reference:
     def documents(self) -> Tensor:
         """(S,) int64 document of each token; zeros when there is only one."""
         return torch.zeros_like(self.token_ids) if self.document_ids is None else self.document_ids
+
+    def columns_at(self, anchor: int) -> Mapping[str, Any]:
+        """The columns of the row that the window at position `anchor` comes from."""
+        if not self.columns:
+            return {}
+        return self.columns[0 if self.document_ids is None else int(self.document_ids[anchor])]
 
     @property
     def positions(self) -> Tensor:

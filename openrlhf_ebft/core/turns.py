@@ -39,6 +39,7 @@ def own_history_reference(chat: Reference, answers: Sequence[Completion]) -> Ref
         window_lengths=chat.window_lengths[turn : turn + 1],
         max_new_tokens=chat.max_new_tokens[turn : turn + 1],
         loss_mask=torch.arange(context.numel() + truth.numel()) >= context.numel(),
+        columns=chat.columns,
     )
 
 

@@ -15,8 +15,8 @@ from openrlhf_ebft.data.sources import read_rows
 TEXT_SUFFIXES = (".txt", ".md", ".rst", ".py")
 
 
-def read_documents(config: DataConfig, column: str, report: DataReport) -> Iterator[tuple[str, str]]:
-    """Yields (place, text) of every document of `config.path`.
+def read_documents(config: DataConfig, column: str, report: DataReport) -> Iterator[tuple[Row, str]]:
+    """Yields (row, text) of every document of `config.path`.
 
     A text file, or a folder with text files below it, gives one document a file, in the order of the paths; anything
     else is read as rows, whose `column` holds the text.
@@ -33,7 +33,7 @@ def read_documents(config: DataConfig, column: str, report: DataReport) -> Itera
         except RowFault as fault:
             report.fault(row.place, fault.reason, str(fault))
         else:
-            yield row.place, text
+            yield row, text
 
 
 def _text_files(path: Path) -> list[Path]:

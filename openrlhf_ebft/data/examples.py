@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -23,6 +23,7 @@ class Example:
     place: str
     turns: tuple[Turn, ...]  # at least one
     is_templated: bool  # the text went through a chat template, which writes the special tokens itself
+    columns: Mapping[str, Any] = field(default_factory=dict)  # further columns of the row, as they stand there
 
     @property
     def prompt(self) -> str:
@@ -36,9 +37,13 @@ class Example:
 
 
 def make_examples(
-    rows: Iterable[Row], config: DataConfig, tokenizer: PreTrainedTokenizerBase, report: DataReport
+    rows: Iterable[Row],
+    config: DataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    report: DataReport,
+    columns: Sequence[str] = (),
 ) -> Iterator[Example]:
-    """Yields the example of every sound row; faulty ones are errors or counts, as `report` says.
+    """Yields the example of every sound row, with `columns`; faulty ones are errors or counts, as `report` says.
 
     Raises:
         DataError: a chat template is needed and the tokenizer has none; in strict mode, the first faulty row.
@@ -51,6 +56,7 @@ def make_examples(
                 example = _from_messages(row, config, config.messages_column, tokenizer)
             else:
                 example = _from_columns(row, config, tokenizer)
+            example = replace(example, columns=further_columns(row, columns))
         except RowFault as fault:
             report.fault(row.place, fault.reason, str(fault))
         else:
@@ -80,6 +86,14 @@ def _column(row: Row, column: str) -> Any:
     if value is None:
         raise RowFault("null value", f"column {column!r} is null")
     return value
+
+
+def further_columns(row: Row, columns: Sequence[str]) -> dict[str, Any]:
+    """Returns the columns that reward.function asks for. Raises RowFault where one is missing or null."""
+    try:
+        return {column: _column(row, column) for column in columns}
+    except RowFault as fault:
+        raise RowFault(fault.reason, f"{fault} (reward.function has a parameter of that name)") from None
 
 
 def row_text(row: Row, column: str, role: str) -> str:

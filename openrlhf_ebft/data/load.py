@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -14,7 +15,7 @@ from openrlhf_ebft.config.sections import EBFTConfig
 from openrlhf_ebft.core.experience import Reference
 from openrlhf_ebft.data.documents import read_documents
 from openrlhf_ebft.data.errors import DataError, RowFault
-from openrlhf_ebft.data.examples import Example, make_examples
+from openrlhf_ebft.data.examples import Example, further_columns, make_examples
 from openrlhf_ebft.data.report import DataReport
 from openrlhf_ebft.data.sources import read_rows
 from openrlhf_ebft.data.splitting import content_hash, is_heldout
@@ -27,12 +28,24 @@ Sides = tuple[list[Reference], list[Reference], Counter[int]]
 """Training and held-out references, and how often each row's content occurred."""
 
 
+@dataclass(frozen=True)
+class EncodedRow:
+    """A row that fits the limits, as token ids."""
+
+    row_hash: int  # of its content
+    name: str
+    place: str
+    turns: list[TurnIds]
+    columns: Mapping[str, Any]
+
+
 def load_data(
-    config: EBFTConfig, tokenizer: PreTrainedTokenizerBase
+    config: EBFTConfig, tokenizer: PreTrainedTokenizerBase, columns: Sequence[str] = ()
 ) -> tuple[list[Reference], list[Reference], DataReport]:
     """Reads, checks, splits and tokenises `config.data`; returns (training, held-out, what became of the rows).
 
-    Example ids depend on the content alone; a repeated row gets a running number. The report is logged, too.
+    Example ids depend on the content alone; a repeated row gets a running number. The report is logged, too. The
+    references carry the `columns` of their rows.
 
     Raises:
         DataError: nothing to read, no usable rows, or, in strict mode, the first faulty row with file and row.
@@ -40,22 +53,26 @@ def load_data(
     report = DataReport(strict=config.data.on_bad_row == "strict")
     encoder = PromptTokenizer(tokenizer, config.data.append_eos)
     if config.data.mode == "strided":
-        train, heldout, seen = _load_strided(config, tokenizer, encoder, report)
+        train, heldout, seen = _load_strided(config, tokenizer, encoder, report, columns)
     else:
-        train, heldout, seen = _load_structured(config, tokenizer, encoder, report)
+        train, heldout, seen = _load_structured(config, tokenizer, encoder, report, columns)
     _finish(report, seen, config)
     return train, heldout, report
 
 
 def _load_structured(
-    config: EBFTConfig, tokenizer: PreTrainedTokenizerBase, encoder: PromptTokenizer, report: DataReport
+    config: EBFTConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    encoder: PromptTokenizer,
+    report: DataReport,
+    columns: Sequence[str],
 ) -> Sides:
     train: list[Reference] = []
     heldout: list[Reference] = []
     seen: Counter[int] = Counter()
-    for row_hash, name, _, turns in _turns(config, tokenizer, encoder, report, seen):
-        side = heldout if is_heldout(row_hash, config.data.heldout_fraction) else train
-        side.append(make_reference(name, turns, config.rollout))
+    for row in _encoded_rows(config, tokenizer, encoder, report, seen, columns):
+        side = heldout if is_heldout(row.row_hash, config.data.heldout_fraction) else train
+        side.append(make_reference(row.name, row.turns, config.rollout, row.columns))
     report.train_rows, report.heldout_rows = len(train), len(heldout)
     if config.data.turns == "all":
         for label, references in (("training", train), ("held-out", heldout)):
@@ -64,14 +81,18 @@ def _load_structured(
 
 
 def _load_strided(
-    config: EBFTConfig, tokenizer: PreTrainedTokenizerBase, encoder: PromptTokenizer, report: DataReport
+    config: EBFTConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    encoder: PromptTokenizer,
+    report: DataReport,
+    columns: Sequence[str],
 ) -> Sides:
     """A document's pieces stay on one side, and rows are packed from the documents of one side."""
     data = config.data
     sides: tuple[list[TokenSequence], list[TokenSequence]] = ([], [])
     rows = [0, 0]
     seen: Counter[int] = Counter()
-    for row_hash, place, sequence in _sequences(config, tokenizer, encoder, report, seen):
+    for row_hash, place, sequence in _sequences(config, tokenizer, encoder, report, seen, columns):
         side = int(is_heldout(row_hash, data.heldout_fraction))
         pieces = cut_sequence(sequence, place, data, report)
         sides[side].extend(pieces)
@@ -98,32 +119,40 @@ def _sequences(
     encoder: PromptTokenizer,
     report: DataReport,
     seen: Counter[int],
+    columns: Sequence[str],
 ) -> Iterator[tuple[int, str, TokenSequence]]:
     """Yields (content hash, place, tokens) of every document, or of every prompt or chat with its answers."""
     if config.data.text_column is None:
-        for row_hash, name, place, turns in _turns(config, tokenizer, encoder, report, seen):
-            yield row_hash, place, answered_sequence(name, turns)
+        for answered in _encoded_rows(config, tokenizer, encoder, report, seen, columns):
+            yield answered.row_hash, answered.place, answered_sequence(answered.name, answered.turns, answered.columns)
         return
-    for place, text in read_documents(config.data, config.data.text_column, report):
+    for row, text in read_documents(config.data, config.data.text_column, report):
         row_hash = content_hash(text, "")
+        try:
+            further = further_columns(row, columns)
+        except RowFault as fault:
+            report.fault(row.place, fault.reason, str(fault))
+            continue
         ids = torch.tensor(encoder.document_ids(text))
-        yield row_hash, place, TokenSequence(_name(row_hash, seen), ids, torch.ones_like(ids, dtype=torch.bool))
+        whole = torch.ones_like(ids, dtype=torch.bool)
+        yield row_hash, row.place, TokenSequence(_name(row_hash, seen), ids, whole, further)
 
 
-def _turns(
+def _encoded_rows(
     config: EBFTConfig,
     tokenizer: PreTrainedTokenizerBase,
     encoder: PromptTokenizer,
     report: DataReport,
     seen: Counter[int],
-) -> Iterator[tuple[int, str, str, list[TurnIds]]]:
-    """Yields (content hash, name, place, turns) of every row that fits the limits."""
+    columns: Sequence[str],
+) -> Iterator[EncodedRow]:
+    """Yields every row that fits the limits."""
     rows = read_rows(config.data.path, config.data.split, report)
-    for example in make_examples(rows, config.data, tokenizer, report):
+    for example in make_examples(rows, config.data, tokenizer, report, columns):
         turns = _encode(example, encoder, config, report)
         if turns:
             row_hash = content_hash(example.prompt, example.ground_truth)
-            yield row_hash, _name(row_hash, seen), example.place, turns
+            yield EncodedRow(row_hash, _name(row_hash, seen), example.place, turns, example.columns)
 
 
 def _name(row_hash: int, seen: Counter[int]) -> str:

@@ -4,8 +4,10 @@ It is called with keyword arguments, once for all completions of a step, and ret
 
     def exact_match(prompts: list[str], completions: list[str], ground_truths: list[str]) -> list[float]: ...
 
-A function with a parameter `example_ids`, or with `**others`, also gets the ids of the examples. Texts are decoded
-without special tokens. The file is run as it stands: only a path in the configuration makes that happen.
+Any other parameter without a default is a column of the data: `answer` gets the value in column `answer` of each
+completion's row. A function with a parameter `example_ids`, or with `**others`, also gets the ids of the examples.
+Texts are decoded without special tokens. The file is run as it stands: only a path in the configuration makes that
+happen.
 """
 
 from __future__ import annotations
@@ -14,8 +16,8 @@ import importlib.util
 import inspect
 import math
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -45,10 +47,14 @@ class SampledText:
     prompt: str
     completion: str
     ground_truth: str
+    columns: Mapping[str, Any] = field(default_factory=dict)  # of its row, those that the function asks for
 
 
 class RewardFunction:
-    """The user's function with its name, called on texts and checked."""
+    """The user's function with its name, called on texts and checked.
+
+    `columns` are the columns of the data that it asks for.
+    """
 
     def __init__(self, name: str) -> None:
         """Runs the file of `name`, which is FILE.py:NAME.
@@ -57,8 +63,7 @@ class RewardFunction:
         """
         self.name = name
         self._function = _load(name)
-        parameters = _parameters(name, self._function)
-        self._wants_ids = _IDS in parameters or "**" in parameters
+        self._wants_ids, self.columns = _wishes(name, self._function)
 
     def __call__(self, texts: Sequence[SampledText]) -> list[float]:
         """One value for each text.
@@ -84,14 +89,15 @@ class RewardFunction:
         return [self._number(text, value) for text, value in zip(texts, values, strict=True)]
 
     def _call(self, texts: Sequence[SampledText]) -> Any:
-        columns = {
+        arguments: dict[str, list[Any]] = {
             "prompts": [text.prompt for text in texts],
             "completions": [text.completion for text in texts],
             "ground_truths": [text.ground_truth for text in texts],
         }
+        arguments |= {column: [text.columns[column] for text in texts] for column in self.columns}
         if self._wants_ids:
-            columns[_IDS] = [text.example_id for text in texts]
-        return self._function(**columns)
+            arguments[_IDS] = [text.example_id for text in texts]
+        return self._function(**arguments)
 
     def _blame(self, texts: Sequence[SampledText], error: Exception) -> str:
         """Finds the example by calling the function on one at a time."""
@@ -145,7 +151,8 @@ class TreeRewards:
         for (start, length), group in zip(windows, tree.completions(), strict=True):
             prompt = self._decode(_context(reference, start))
             ground_truth = self._decode(reference.token_ids[start : start + length])
-            texts += [SampledText(tree.example_id, prompt, self._decode(ids), ground_truth) for ids in group]
+            columns = reference.columns_at(start)
+            texts += [SampledText(tree.example_id, prompt, self._decode(ids), ground_truth, columns) for ids in group]
         return texts
 
     def _decode(self, token_ids: Tensor) -> str:
@@ -180,21 +187,24 @@ def _load(name: str) -> Callable[..., Any]:
     return function
 
 
-def _parameters(name: str, function: Callable[..., Any]) -> set[str]:
-    """Names that `function` takes as keywords, `**` for any. Raises UserError when it cannot be called as we do."""
+def _wishes(name: str, function: Callable[..., Any]) -> tuple[bool, tuple[str, ...]]:
+    """Whether `function` takes example ids, and the columns it asks for: its further parameters without a default.
+
+    Raises UserError when it cannot be called as we do.
+    """
     try:
         signature = inspect.signature(function)
     except ValueError as error:
         raise UserError(f"reward.function = {name}: it must be a function written in Python: {error}") from None
-    names = {p.name for p in signature.parameters.values() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
-    if any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values()):
-        names.add("**")
-    arguments = dict.fromkeys((*ARGUMENTS, _IDS) if names & {_IDS, "**"} else ARGUMENTS)
+    named = [p for p in signature.parameters.values() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
+    wants_ids = takes_any or any(p.name == _IDS for p in named)
+    columns = tuple(p.name for p in named if p.default is p.empty and p.name not in (*ARGUMENTS, _IDS))
     try:
-        signature.bind(**arguments)
+        signature.bind(**dict.fromkeys((*ARGUMENTS, *columns, *([_IDS] if wants_ids else []))))
     except TypeError as error:
         raise UserError(
             f"reward.function = {name}: it is called with {', '.join(ARGUMENTS)} (and example_ids, if it has that "
-            f"parameter), which does not fit {signature}: {error}"
+            f"parameter, and the columns that its other parameters name), which does not fit {signature}: {error}"
         ) from None
-    return names
+    return wants_ids, columns

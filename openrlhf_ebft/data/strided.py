@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,18 +24,19 @@ class TokenSequence:
     name: str  # unique; made from the content
     token_ids: Tensor  # (S,) int64
     answer_mask: Tensor  # (S,) bool: tokens that are trained on
+    columns: Mapping[str, Any] = field(default_factory=dict)  # further columns of its row
 
     def __len__(self) -> int:
         return self.token_ids.numel()
 
 
-def answered_sequence(name: str, turns: Sequence[TurnIds]) -> TokenSequence:
+def answered_sequence(name: str, turns: Sequence[TurnIds], columns: Mapping[str, Any]) -> TokenSequence:
     """Prompts and answers of one row behind each other; the answers are trained on."""
     ids, mask = [], []
     for turn in turns:
         ids += [*turn.prompt, *turn.ground_truth]
         mask += [False] * len(turn.prompt) + [True] * len(turn.ground_truth)
-    return TokenSequence(name, torch.tensor(ids), torch.tensor(mask))
+    return TokenSequence(name, torch.tensor(ids), torch.tensor(mask), columns)
 
 
 def stride_settings(config: DataConfig) -> StrideSettings:
@@ -60,7 +62,7 @@ def cut_sequence(sequence: TokenSequence, place: str, config: DataConfig, report
     ):
         name = f"{sequence.name}.{number}" if len(lengths) > 1 else sequence.name
         if answer_anchors(mask, None, settings).numel():
-            pieces.append(TokenSequence(name, ids, mask))
+            pieces.append(TokenSequence(name, ids, mask, sequence.columns))
     if not pieces:
         detail = (
             f"{len(sequence)} tokens hold no anchor of data.context_length = {config.context_length} and "
@@ -99,4 +101,5 @@ def _reference(sequences: Sequence[TokenSequence], config: DataConfig) -> Refere
         max_new_tokens=window.clone(),
         loss_mask=answer_mask,
         document_ids=documents,
+        columns=tuple(sequence.columns for sequence in sequences) if sequences[0].columns else (),
     )

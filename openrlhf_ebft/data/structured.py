@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -108,8 +109,13 @@ class PromptTokenizer:
         return ids[len(ids) - limit :]
 
 
-def make_reference(example_id: str, turns: Sequence[TurnIds], config: RolloutConfig) -> Reference:
-    """Returns all turns as one reference: an anchor at the end of each prompt, whose window is the ground truth."""
+def make_reference(
+    example_id: str, turns: Sequence[TurnIds], config: RolloutConfig, columns: Mapping[str, Any]
+) -> Reference:
+    """Returns all turns as one reference: an anchor at the end of each prompt, whose window is the ground truth.
+
+    `columns` are what the reference carries of its row.
+    """
     anchors, windows = [], []
     ids: list[int] = []
     mask: list[bool] = []
@@ -127,6 +133,7 @@ def make_reference(example_id: str, turns: Sequence[TurnIds], config: RolloutCon
         max_new_tokens=torch.tensor([completion_limit(window, config) for window in windows], dtype=torch.int64),
         loss_mask=torch.tensor(mask),
         closings=torch.tensor([turn.closing for turn in turns], dtype=torch.int64),
+        columns=(columns,) if columns else (),
     )
 
 

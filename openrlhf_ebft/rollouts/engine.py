@@ -40,6 +40,9 @@ class RolloutEngine(Protocol):
             WeightSyncError: the update does not fit (old weights stay) or failed; either way it can be repeated.
         """
 
+    def forget_prefixes(self) -> None:
+        """Drops keys and values of earlier prompts, so that the next call does not depend on them."""
+
     def effective_settings(self) -> dict[str, Any]:
         """The values that are really in force, for the log."""
 

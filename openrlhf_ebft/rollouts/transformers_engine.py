@@ -129,6 +129,9 @@ class TransformersRolloutEngine:
                 held[name].copy_(tensor)
         self._weight_version = update.version
 
+    def forget_prefixes(self) -> None:
+        """Nothing: no keys or values outlive a call."""
+
     def effective_settings(self) -> dict[str, Any]:
         """Sampling fields and engine settings in force."""
         return {

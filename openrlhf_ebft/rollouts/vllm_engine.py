@@ -230,6 +230,11 @@ class VLLMRolloutEngine:
         self._torn_by = None
         self._sleep()
 
+    def forget_prefixes(self) -> None:
+        """See `RolloutEngine.forget_prefixes`. Raises RuntimeError while requests are running."""
+        if not self._asleep and not self._llm.reset_prefix_cache():  # an engine that sleeps has dropped them
+            raise RuntimeError("the prefix cache is in use by running requests")
+
     def _switch_adapter(self, chunks: Sequence[Chunk], version: int) -> None:
         assert self._adapter is not None
         self._wake()

@@ -83,11 +83,13 @@ def check_files(folder: Path) -> None:
 
 
 def data_fingerprint(references: Iterable[Reference]) -> str:
-    """SHA-256 of the references' token ids and anchors, in order."""
+    """SHA-256 of the references' token ids, anchors and further columns, in order."""
     digest = hashlib.sha256()
     for reference in references:
         for part in (reference.token_ids, reference.anchors):
             digest.update(part.to(torch.int64).numpy().tobytes() + b"|")
+        if reference.columns:
+            digest.update(json.dumps(reference.columns, sort_keys=True, default=repr).encode() + b"|")
     return digest.hexdigest()
 
 

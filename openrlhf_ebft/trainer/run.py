@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -129,8 +129,9 @@ def _train(run: PreparedRun, folder: RunDirectory, checkpoint: Checkpoint | None
     def work(actors: RunActors, interrupts: Interrupts) -> None:
         if checkpoint is None:
             folder.create(run.config)
-        settings = actors.rollout.effective_settings(run.config.rollout.timeout_s, "rollout settings")
-        folder.rollout_settings.write_text(json.dumps(settings, indent=2), encoding="utf-8")
+        if run.config.samples_completions:
+            settings = actors.rollout.effective_settings(run.config.rollout.timeout_s, "rollout settings")
+            folder.rollout_settings.write_text(json.dumps(settings, indent=2), encoding="utf-8")
         with closing(Tracker(folder.path, run.config)) as tracker:
             trainer = EBFTTrainer(run.config, actors, run.train, run.plan, run.schedule, tracker, console)
             trainer.recorder = EvaluationRecorder(run.tasks, folder.path, console.say)
@@ -205,7 +206,8 @@ def _start(run: PreparedRun, console: Console) -> RunActors:
         console.say(text)
         console.advance()
 
-    with console.phase("starting actors", 3):  # one line from each kind that loads a model
+    kinds = 3 if run.config.samples_completions else 1
+    with console.phase("starting actors", kinds):  # one line from each kind that loads a model
         return start_actors(
             run.config,
             sampling=sampling_settings(run.config, run.tokenizer),
@@ -220,10 +222,11 @@ def _start(run: PreparedRun, console: Console) -> RunActors:
 def prepare_run(config: EBFTConfig, console: Console) -> PreparedRun:
     """Loads tokenizer and data and checks everything that can be checked without Ray. Raises UserError."""
     models = read_models(config)
-    if config.reward.function is not None:
-        RewardFunction(config.reward.function)  # a fault of the user's file shows here, before anything starts
+    columns: Sequence[str] = ()
+    if config.reward.function is not None:  # a fault of the user's file shows here, before anything starts
+        columns = RewardFunction(config.reward.function).columns
     tokenizer = load_run_tokenizer(config)
-    train, heldout, report = load_data(config, tokenizer)
+    train, heldout, report = load_data(config, tokenizer, columns)
     console.say(report.summary())
     heldout = heldout[: config.evaluation.max_examples]
     tasks = EvaluationTasks.prepare(config, tokenizer, heldout)

@@ -121,6 +121,38 @@ def test_a_reference_model_shares_the_gpu_as_the_fourth_role():
     assert sum(role.gpus for role in placement.roles) == 1
 
 
+SUPERVISED = {"policy": {"objective": "sft", "num_ranks": 2}, "placement": {"gpus_per_feature_replica": 0}}
+
+
+@pytest.mark.parametrize(
+    ("sections", "names"),
+    [
+        ({"evaluation": {"max_examples": 0}}, [TRAINER]),
+        ({"evaluation": {"max_examples": 1}}, [TRAINER, ENGINE, FEATURES, AGGREGATOR]),
+        (
+            {"evaluation": {"max_examples": 1}, "features": {"source": "policy_base"}, "lora": {"rank": 2}},
+            [TRAINER, ENGINE, AGGREGATOR],
+        ),
+    ],
+)
+def test_supervised_training_without_evaluation_is_the_trainer_alone(sections, names):
+    config = make_config(**SUPERVISED, **sections)
+    assert [role.name for role in list_roles(config, with_gpus=True)] == names
+    assert config.base_model_gives_features == (config.samples_completions and FEATURES not in names)
+
+
+def test_a_trainer_alone_asks_for_nothing_that_only_others_need():
+    """Not the GPUs of an engine's tensor parallelism, nor a feature replica's for flex attention."""
+    alone = {"evaluation": {"max_examples": 0}, "rollout": {"tensor_parallel_size": 2, "weight_transfer": "nccl"}}
+    config = make_config(**SUPERVISED, **alone)
+    placement = plan_placement(config, [NodeResources(2, 0)])
+    check(placement, [NodeResources(2, 0)])
+    assert placement.role(ENGINE).count == 0
+    config.model.attention = "flex"
+    shared = plan_placement(config, [NodeResources(4, 2)])
+    assert [bundle.gpus for bundle in shared.bundles] == [1, 1]
+
+
 def test_sharing_can_be_asked_for_and_refused():
     always = plan_placement(layout(2, 2, 1, 2, share_gpus="always"), [GPU_NODE])
     assert always.shares_gpus and [bundle.gpus for bundle in always.bundles] == [1, 1, 0]

@@ -3,7 +3,8 @@
 import pytest
 
 from openrlhf_ebft.config import ConfigError, load_config
-from openrlhf_ebft.config.rules import list_notes, nearest_multiples
+from openrlhf_ebft.config.multiples import nearest_multiples
+from openrlhf_ebft.config.rules import list_notes
 
 
 @pytest.fixture
@@ -114,6 +115,10 @@ REJECTED = [
     (["data.heldout_fraction=1"], ["data.heldout_fraction = 1"]),
     (["data.heldout_fraction=0"], ["evaluation.max_examples = 24", "data.heldout_fraction = 0"]),
     (["evaluation.max_examples=0", "evaluation.every_steps=2"], ["evaluation.every_steps = 2"]),
+    (
+        ["rollout.sync_every_steps=4", "evaluation.every_steps=10"],
+        ["evaluation.every_steps = 10", "rollout.sync_every_steps = 4", "8 or 12"],
+    ),
     (["checkpoint.keep_best=2"], ["checkpoint.keep_best = 2", "evaluation.every_steps = 0"]),
     (["features.layer_fractions=[0.5, 0.25, 0.5]"], ["names a depth twice", "[0.25, 0.5]"]),
     (["rollout.engine=transformers", "rollout.tensor_parallel_size=2"], ["rollout.tensor_parallel_size = 2"]),
@@ -144,6 +149,8 @@ def test_rejected(problems, flags, texts):
         ["reward.alignment_coef=0", "reward.diversity_coef=0", "reward.function=f.py:g", "reward.function_coef=0.5"],
         ["policy.ema_decay=0.9", "policy.export_ema=true", "evaluation.use_ema=true"],
         ["policy.rl_coef=0", "rollout.temperature=0"],
+        ["rollout.sync_every_steps=4", "evaluation.every_steps=12"],
+        ["rollout.sync_every_steps=4", "evaluation.every_steps=10", "policy.objective=sft"],
         ["reward.alignment_coef=0"],
         ["policy.max_steps=3", "optimizer.warmup_steps=4", "policy.sft_warmup_steps=1"],
         ["policy.max_steps=0", "policy.sft_warmup_steps=1"],

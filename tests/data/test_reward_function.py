@@ -1,5 +1,6 @@
 """A reward function of the user's: what it gets, what it may return, and who is named when it fails."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -45,6 +46,19 @@ def test_example_ids_come_when_they_are_asked_for(write, signature):
     ids = "example_ids" if "example_ids" in signature else "others['example_ids']"
     function = write(f"def score({signature}):\n    return [int(name[-1]) for name in {ids}]\n")
     assert function(texts()) == [0, 0, 1, 1, 2, 2]
+
+
+def test_columns_of_the_data_come_by_the_names_of_parameters(write):
+    """`limit` has a default and stays what it is, though the rows have such a column."""
+    function = write(
+        "def score(prompts, completions, ground_truths, answer, *, level, limit=7, **others):\n"
+        "    assert set(others) == {'example_ids'}\n"
+        "    return [a[0] + l + limit for a, l in zip(answer, level)]\n"
+    )
+    assert function.columns == ("answer", "level")
+    row = {"answer": [100], "level": 0.5, "limit": 1}
+    rows = [replace(text, columns={**row, "answer": [100 * i]}) for i, text in enumerate(texts(3))]
+    assert function(rows) == [7.5, 107.5, 207.5]
 
 
 @pytest.mark.parametrize(
@@ -102,7 +116,7 @@ def test_an_exception_of_the_whole_batch_alone_says_so(write):
         ("score = 1\n", "score", r"has no function 'score'; it has \[\]"),
         ("def other():\n    pass\n", "score", r"no function 'score'; it has \['other'\]"),
         ("def score(prompts, answers):\n    pass\n", "score", r"does not fit \(prompts, answers\)"),
-        ("def score(prompts, completions, ground_truths, extra):\n    pass\n", "score", "missing .*'extra'"),
+        ("def score(prompts, completions, answer, /, **others):\n    pass\n", "score", "does not fit"),
         ("def score(:\n", "score", "cannot be run: SyntaxError"),
         ("import not_a_module\n", "score", "ModuleNotFoundError"),
     ],
@@ -125,7 +139,7 @@ def test_trees_give_their_texts(write, tmp_path):
         "    seen.extend(zip(example_ids, prompts, completions, ground_truths))\n"
         "    return [float(len(seen) + i) for i in range(len(prompts))]\n"
     )
-    tree = make_tree(make_reference(9, [4, 6], seed=5), [[2, 3], [1, 2]])
+    tree = make_tree(replace(make_reference(9, [4, 6], seed=5), columns=({"answer": 1},)), [[2, 3], [1, 2]])
     tree.branch_tokens[-1] = EOS_ID
     values = TreeRewards(function, tokenizer).values([tree])
     assert {key: value.tolist() for key, value in values.items()} == {
@@ -141,21 +155,28 @@ def test_trees_give_their_texts(write, tmp_path):
     assert seen[3][2] == tokenizer.decode(completions[1][1][:1])
 
 
-def test_the_prompt_of_a_packed_document_is_its_own(write, tmp_path):
-    function = write("def score(prompts, completions, ground_truths):\n    return [float(len(p)) for p in prompts]\n")
+def test_the_prompt_and_the_columns_of_a_packed_document_are_its_own(write, tmp_path):
+    function = write(
+        "def score(prompts, completions, ground_truths, answer):\n"
+        "    assert answer == ['second'] * 2\n    return [float(len(p)) for p in prompts]\n"
+    )
     reference = make_reference(10, [7], window=3, documents=[0] * 5 + [1] * 5)
+    reference = replace(reference, columns=({"answer": "first"}, {"answer": "second"}))
     tree = make_tree(reference, [[2, 2]])
     rewards = TreeRewards(function, tiny_tokenizer(tmp_path))
     expected = float(len(rewards._tokenizer.decode(reference.token_ids[5:7])))
     assert torch.equal(rewards.values([tree])["example-0", 0], torch.full((2,), expected, dtype=torch.float64))
 
 
-@pytest.mark.parametrize(("name", "expected"), [("exact_match", [1.0, 0.0, 0.0]), ("parses", [1.0, 1.0, 0.0])])
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [("exact_match", [1.0, 0.0, 0.0]), ("parses", [1.0, 1.0, 0.0]), ("last_number", [0.0, 1.0, 0.0])],
+)
 def test_the_example_functions(name, expected):
     path = Path(__file__).parents[2] / "examples" / "verifiable_rewards.py"
     rows = [
-        SampledText("a", "def f(x):\n", "    return x\n", "    return x"),
-        SampledText("b", "def f(x):\n", "    return 2", "    return x"),
-        SampledText("c", "def f(x):\n", "return y", "    return x"),
+        SampledText("a", "def f(x):\n", "    return x\n", "    return x", {"answer": 3}),
+        SampledText("b", "def f(x):\n", "    return 2", "    return x", {"answer": "2.0"}),
+        SampledText("c", "def f(x):\n", "return y", "    return x", {"answer": "1,000"}),
     ]
     assert RewardFunction(f"{path}:{name}")(rows) == expected

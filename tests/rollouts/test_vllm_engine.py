@@ -164,6 +164,9 @@ def test_nested_prefixes_come_from_the_cache(setup):
     engine.generate([request(tokens, [70])])
     (again,) = engine.generate([request(tokens, [70, 80])])
     assert again.cached_tokens == 2 * 64  # two full blocks of 32 each time
+    engine.forget_prefixes()
+    (fresh,) = engine.generate([request(tokens, [70])])
+    assert fresh.cached_tokens == 0
 
 
 @pytest.mark.parametrize(

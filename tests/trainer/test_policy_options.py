@@ -12,8 +12,9 @@ from tests.trainer import runs
 
 ENGINE = {"engine": "transformers"}
 REWARDS = """
-def short(prompts, completions, ground_truths, example_ids):
+def short(prompts, completions, ground_truths, example_ids, ground_truth):  # the last one is a column of the data
     assert len(prompts) == len(completions) == len(ground_truths) == len(example_ids)
+    assert [text.strip() for text in ground_truth] == [text.strip() for text in ground_truths]
     return [-float(len(text)) for text in completions]
 
 
@@ -143,6 +144,15 @@ def test_supervised_baseline_has_the_same_evaluation(folder, everything):
     others = next(record for record in everything if record["phase"] == "evaluation")
     assert set(first) == set(others) - {"function"}
     assert first["ce"] == others["ce"], "both start from the same model and hold out the same rows"
+    # Without evaluation there is nothing to sample: the trainer is the only actor, and trains the same.
+    command = ("train", str(config), "--name", "sft-alone", "--evaluation.every_steps", "0")
+    code, output = runs.run(*command, "--evaluation.max_examples", "0")
+    assert code == 0, output
+    assert "policy trainer is up" in output and "rollout engine" not in output and "feature network" not in output
+    assert runs.read_metrics(folder, "sft-alone") == [record for record in records if record["phase"] == "sft"]
+    assert not (folder / "runs" / "sft-alone" / "rollout-settings.json").exists()
+    ours, theirs = (load_file(folder / "runs" / name / "model" / "model.safetensors") for name in ("sft-alone", "sft"))
+    assert all(ours[name].equal(tensor) for name, tensor in theirs.items())
 
 
 @pytest.mark.stack

@@ -61,14 +61,25 @@ def test_a_run_shows_its_steps_and_leaves_everything_behind(folder, first_run):
     assert tokenizer("the cat")["input_ids"]
 
 
-def test_the_same_seed_gives_the_same_metrics_and_another_seed_others(folder, first_run):
-    for name, seed in (("again", 3), ("other", 4)):
-        config = runs.write_config(folder, name, seed=seed, evaluation={"max_examples": 2})
+def test_the_same_seed_gives_the_same_steps_however_often_they_are_evaluated_and_another_seed_others(folder, first_run):
+    settings = {"again": (3, 1), "other": (4, 2)}
+    for name, (seed, every) in settings.items():
+        config = runs.write_config(
+            folder,
+            name,
+            seed=seed,
+            evaluation={"max_examples": 2, "every_steps": every},
+            rollout={"sync_every_steps": every},
+        )
         code, output = runs.run("train", str(config), "--evaluation.max_examples", "4")
         assert code == 0, output
     first, again, other = (runs.read_metrics(folder, name) for name in ("first", "again", "other"))
-    assert again == first
+    between = [r for r in again if r["phase"] == "evaluation"][1:-1]
+    assert [r["step"] for r in between] == [3, 4]
+    assert [r for r in again if r not in between] == first
     assert [r["loss"] for r in other if "loss" in r] != [r["loss"] for r in first if "loss" in r]
+    versions = [r["rollout/weight_version"] for r in other if r["phase"] == "ebft"]
+    assert versions == [2, 2, 4], "the engines get new weights after every second EBFT step"
 
 
 def test_two_of_everything_gives_the_run_of_one_of_each(folder, first_run):
