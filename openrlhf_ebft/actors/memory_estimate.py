@@ -97,10 +97,9 @@ def estimate_memory(
         gpu_bytes: memory of a GPU, of which a vLLM engine takes its share at once; None on CPUs.
     """
     model = config.model
-    needs = [
-        _trainer(config, policy),
-        RoleMemory(ENGINE, _engine(config, policy.total * _BYTES[model.dtype], gpu_bytes)),
-    ]
+    needs = [_trainer(config, policy)]
+    if config.samples_completions:
+        needs.append(RoleMemory(ENGINE, _engine(config, policy.total * _BYTES[model.dtype], gpu_bytes)))
     if config.has_feature_actors:
         deepest = features.up_to(max(config.features.layer_fractions))
         needs.append(RoleMemory(FEATURES, deepest * _BYTES[config.features.dtype or model.dtype]))
@@ -114,6 +113,7 @@ def _trainer(config: EBFTConfig, policy: ModelSize) -> RoleMemory:
 
     With bfloat16 a float32 copy of the weights belongs to the states. ZeRO 1 shards the states over the ranks, 2 the
     gathered gradients as well, 3 the weights, too. An average of the weights (policy.ema_decay) is always in shards.
+    Checkpoints in the background are copied into host memory before they are written.
     """
     size, ranks, stage = _BYTES[config.model.dtype], config.policy.num_ranks, config.deepspeed.zero_stage
     trained = config.lora.rank * policy.matrix_sides if config.lora.is_on else policy.total
@@ -124,9 +124,10 @@ def _trainer(config: EBFTConfig, policy: ModelSize) -> RoleMemory:
     gradients /= ranks if stage >= 2 else 1
     weights /= ranks if stage == 3 else 1
     weights += trained * 4 / ranks if config.policy.ema_decay is not None else 0  # the average, always in pieces
+    copies = trained * size + states if config.checkpoint.background else 0.0  # of what rank 0 writes
     if config.deepspeed.offload_optimizer:
-        return RoleMemory(TRAINER, weights + gradients, states)
-    return RoleMemory(TRAINER, weights + gradients + states)
+        return RoleMemory(TRAINER, weights + gradients, states + copies)
+    return RoleMemory(TRAINER, weights + gradients + states, copies)
 
 
 def _engine(config: EBFTConfig, weights: float, gpu_bytes: float | None) -> float:

@@ -59,7 +59,7 @@ class PolicyTrainerActor:
             MASTER_PORT=str(address[1]),
         )
         self._trainer = PolicyTrainer(self._config, total_steps=total_steps)
-        if not self._config.has_feature_actors:
+        if self._config.base_model_gives_features:
             self._layers = self._trainer.start_features(self._special_ids)
 
     def layer_indices(self) -> list[int]:
@@ -124,8 +124,12 @@ class PolicyTrainerActor:
         """Writes the model in Hugging Face format (rank 0; the others take part in gathering shards)."""
         self._trainer.save_model(folder)
 
-    def save_checkpoint(self, folder: Path) -> None:
-        self._trainer.save_checkpoint(folder)
+    def save_checkpoint(self, folder: Path, background: bool) -> None:
+        self._trainer.save_checkpoint(folder, background=background)
+
+    def checkpoint_is_written(self) -> bool:
+        """Whether the last `save_checkpoint` in the background has written all; raises what its thread raised."""
+        return self._trainer.checkpoint_is_written()
 
     def nonfinite_examples(self) -> list[str]:
         """Examples of this rank whose loss was not finite in the last step."""
@@ -300,10 +304,18 @@ class PolicyTrainerGroup:
         """Writes the model to `folder`, which must be reachable from rank 0."""
         self._wait("save model", [r.save_model.remote(folder) for r in self._ranks])
 
-    def save_checkpoint(self, folder: Path) -> None:
-        """Every rank writes its part of weights, optimizer and schedule to `folder`."""
-        calls = [rank.save_checkpoint.remote(folder) for rank in self._ranks]
+    def save_checkpoint(self, folder: Path, *, background: bool = False) -> None:
+        """Every rank writes its part of weights, optimizer and schedule to `folder`.
+
+        In the `background`: this returns when every rank has copied its part, and `checkpoint_is_written` tells when
+        the copies are on disk.
+        """
+        calls = [rank.save_checkpoint.remote(folder, background) for rank in self._ranks]
         self._wait("save checkpoint", calls)
+
+    def checkpoint_is_written(self) -> bool:
+        """Whether all ranks have written what they copied. Raises ActorError with the text of one that failed."""
+        return all(self._wait("write checkpoint", [rank.checkpoint_is_written.remote() for rank in self._ranks]))
 
     def take_nonfinite_examples(self) -> list[str]:
         """Examples whose loss was not finite, in steps since the last call."""

@@ -13,6 +13,9 @@ class CheckpointConfig(Section):
     """Checkpoints of the trainer and the exported model."""
 
     every_steps: int = Field(0, ge=0, description="optimizer steps between checkpoints; 0: none")
+    background: bool = Field(
+        False, description="write checkpoints while training goes on, from copies that take host memory meanwhile"
+    )
     keep_last: int = Field(2, ge=1, description="newest complete checkpoints that are kept")
     keep_best: int = Field(
         0, ge=0, description="best checkpoints that are kept besides; one is saved after each evaluation that is better"

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import pickle
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
 import torch
+from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
+from deepspeed.runtime.zero.config import ZeroStageEnum
+from deepspeed.utils.tensor_fragment import fragment_address
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from torch import Tensor
 
@@ -18,6 +23,29 @@ CHECKPOINT_TAG = "deepspeed"
 ADAPTER_FOLDER = "adapter"
 """Folder inside a checkpoint with the adapters as peft writes them."""
 _MODEL = "model."  # the policy's name for its language model
+_WRITTEN_BY_DEEPSPEED = [DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address]
+
+
+def require_plain_files(folder: Path) -> None:
+    """Raises ValueError when a checkpoint could run code while it is read.
+
+    DeepSpeed reads its files with Python's unpickler, which makes any object and calls any function that a file names.
+    So each file is first read by torch's restricted one, which takes tensors, plain values and the few classes that
+    DeepSpeed writes. Tensors stay on disk meanwhile.
+
+    Args:
+        folder: what `PolicyTrainer.save_checkpoint` wrote.
+    """
+    for path in sorted((folder / CHECKPOINT_TAG).glob("*.pt")):
+        try:
+            with torch.serialization.safe_globals(_WRITTEN_BY_DEEPSPEED):
+                torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+        except (pickle.UnpicklingError, RuntimeError) as error:
+            named = re.search(r"GLOBAL (\S+)", str(error))
+            what = f"names {named[1]}" if named else "is no file of tensors"
+            raise ValueError(
+                f"{path} {what}: a checkpoint of the trainer holds tensors and plain values alone, so this is not one"
+            ) from error
 
 
 def save_checkpoint_model(folder: Path, config: EBFTConfig, out: Path, *, averaged: bool = False) -> None:
@@ -49,6 +77,7 @@ def save_checkpoint_model(folder: Path, config: EBFTConfig, out: Path, *, averag
 
 def _state(folder: Path) -> dict[str, Tensor]:
     """Full tensors under Hugging Face names; under ZeRO-3 the float32 masters, since nothing else is whole."""
+    require_plain_files(folder)
     whole = folder / CHECKPOINT_TAG / "mp_rank_00_model_states.pt"
     if whole.is_file():
         state = torch.load(whole, map_location="cpu", weights_only=True)["module"]

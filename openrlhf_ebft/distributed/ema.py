@@ -7,7 +7,7 @@ pieces of ceil(N / ranks).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 import torch
@@ -65,10 +65,11 @@ class WeightAverage:
         if not use_average:
             self._trained = None
 
-    def save(self, folder: Path) -> None:
-        """Writes this rank's pieces to `folder`."""
-        pieces = {name: tensor.cpu() for name, tensor in self._average.items()}
-        save_file(pieces, _file(folder, self._rank), metadata={"world_size": str(self._world_size)})
+    def saving(self, folder: Path) -> Callable[[], None]:
+        """Copies this rank's pieces; what is returned writes them to `folder`, then or later."""
+        pieces = {name: tensor.to("cpu", copy=True) for name, tensor in self._average.items()}
+        metadata = {"world_size": str(self._world_size)}
+        return lambda: save_file(pieces, _file(folder, self._rank), metadata=metadata)
 
     def load(self, folder: Path) -> None:
         """Reads what the ranks wrote, whose number may have been another.

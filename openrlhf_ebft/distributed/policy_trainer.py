@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -21,7 +21,8 @@ from openrlhf_ebft.core.rollout_tree import RolloutTree
 from openrlhf_ebft.core.seeding import derive_seed
 from openrlhf_ebft.core.step_batch import StepCounts, TrainItem
 from openrlhf_ebft.core.tree_batch import TreeBatch
-from openrlhf_ebft.distributed.checkpoint_weights import ADAPTER_FOLDER, CHECKPOINT_TAG
+from openrlhf_ebft.distributed.background_write import BackgroundWrite, copying, run_writes
+from openrlhf_ebft.distributed.checkpoint_weights import ADAPTER_FOLDER, CHECKPOINT_TAG, require_plain_files
 from openrlhf_ebft.distributed.deepspeed_config import deepspeed_config
 from openrlhf_ebft.distributed.device import local_device
 from openrlhf_ebft.distributed.ema import WeightAverage
@@ -101,6 +102,7 @@ class PolicyTrainer:
             self.engine.enable_backward_allreduce = False
         self._loss_settings = loss_settings(config)
         self._average = self._start_average()
+        self._written = BackgroundWrite([])
         self.step = 0  # applied optimizer steps: the version of the weights
         self.nonfinite_examples: list[str] = []  # of the last step: this rank's examples whose loss was not finite
 
@@ -294,21 +296,39 @@ class PolicyTrainer:
             save_adapters(folder, policy.adapters.config, state, self.config.model.path)
         dist.barrier()
 
-    def save_checkpoint(self, folder: Path) -> None:
-        """Writes weights (only those that train), optimizer and schedule in DeepSpeed's format; collective."""
-        self.engine.save_checkpoint(
-            str(folder),
-            tag=CHECKPOINT_TAG,
-            client_state={"applied_steps": self.step},
-            exclude_frozen_parameters=self.config.lora.is_on,
-        )
-        if self._average is not None:
-            self._average.save(folder)
+    def save_checkpoint(self, folder: Path, *, background: bool = False) -> None:
+        """Writes weights (only those that train), optimizer and schedule in DeepSpeed's format; collective.
+
+        In the `background` this returns when everything is copied, and a thread writes the copies: see
+        `checkpoint_is_written`. A save waits for the one before.
+        """
+        self._written.settle()
+        with copying(self.engine) if background else nullcontext([]) as writes:
+            self.engine.save_checkpoint(
+                str(folder),
+                tag=CHECKPOINT_TAG,
+                client_state={"applied_steps": self.step},
+                exclude_frozen_parameters=self.config.lora.is_on,
+            )
         if self.config.lora.is_on:
-            self.save_model(folder / ADAPTER_FOLDER)
+            self.save_model(folder / ADAPTER_FOLDER)  # small: the adapters alone
+        if self._average is not None:
+            writes.append(self._average.saving(folder))
+        if background:
+            self._written = BackgroundWrite(writes)
+        else:
+            run_writes(writes)
+
+    def checkpoint_is_written(self) -> bool:
+        """Whether the thread of the last `save_checkpoint` is done, without waiting; raises what it raised."""
+        return self._written.is_done()
 
     def load_checkpoint(self, folder: Path) -> None:
-        """Reads what `save_checkpoint` wrote; collective. Raises RuntimeError when it does not fit this trainer."""
+        """Reads what `save_checkpoint` wrote; collective.
+
+        Raises RuntimeError when it does not fit this trainer, ValueError when a file could run code.
+        """
+        require_plain_files(folder)
         # With adapters the frozen weights come from model.path and are not in the checkpoint.
         is_whole = not self.config.lora.is_on
         if not is_whole:

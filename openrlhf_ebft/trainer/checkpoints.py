@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,11 +13,11 @@ from openrlhf_ebft.actors.waiting import ActorError, StateLost
 from openrlhf_ebft.config.durability import CheckpointConfig
 from openrlhf_ebft.config.errors import UserError
 from openrlhf_ebft.config.sections import EBFTConfig
-from openrlhf_ebft.trainer.manifests import DamagedCheckpoint, Manifest, check_files, read_manifest, write_manifest
-from openrlhf_ebft.trainer.run_directory import PARTIAL, written_aside
+from openrlhf_ebft.trainer.manifests import DamagedCheckpoint, Manifest, check_files, read_manifest
+from openrlhf_ebft.trainer.pending_checkpoint import TRAINER, PendingCheckpoint
+from openrlhf_ebft.trainer.run_directory import PARTIAL
 from openrlhf_ebft.trainer.state import TrainerState
 
-TRAINER = "trainer"
 _MARGIN = 1.05  # a checkpoint may be a little larger than the one before
 
 
@@ -58,6 +59,7 @@ class CheckpointStore:
         self._config = config
         self._settings: CheckpointConfig = config.checkpoint
         self._say = say
+        self._pending: PendingCheckpoint | None = None
 
     def save(
         self,
@@ -66,30 +68,66 @@ class CheckpointStore:
         *,
         bytes_needed: Callable[[], int],
         evaluation: dict[str, float | None],
-    ) -> Checkpoint | None:
-        """Writes `step-N` and removes what need not be kept; None when it was left out because the disk is full.
+        is_written: Callable[[], bool] | None = None,
+    ) -> None:
+        """Writes `step-N` and removes what need not be kept.
+
+        With `is_written` this returns when the ranks have taken a copy of what they hold, and `look` or `finish` end
+        the checkpoint.
 
         Args:
             state: the controller's state after step N.
-            save_trainer: makes the trainer's ranks write into a folder.
+            save_trainer: makes the trainer's ranks write into a folder, or take a copy that they write by and by.
             bytes_needed: size of a first checkpoint; later ones are as large as the newest.
             evaluation: held-out values of these weights, empty without any.
+            is_written: asks without waiting whether the ranks have written their copies; None: they take none.
 
         Raises:
             CheckpointError: there is not enough room, or the write failed, and checkpoint.on_full_disk is `error`;
-                also when one of several ranks failed, since the others then wait for it.
+                also when one of several ranks failed while the others wait for it.
             StateLost: a rank was lost while writing.
         """
+        self.finish()
         target = self.folder / f"step-{state.step}"
         problem = self._lack_of_room(bytes_needed)
-        if problem is None:
-            problem = self._write(target, Manifest.of(state, self._config, evaluation, self._data), save_trainer)
         if problem is not None:
-            return self._left_out(target, problem)
-        checkpoint = Checkpoint(target, read_manifest(target))
-        self._thin_out(target)
-        self._say(f"checkpoint: {target}")
-        return checkpoint
+            self._left_out(target, problem)
+            return
+        pending = PendingCheckpoint(target, Manifest.of(state, self._config, evaluation, self._data))
+        with self._failures_of(pending, ranks_wait=self._config.policy.num_ranks > 1):
+            pending.save(save_trainer, is_written)
+            self._pending = pending
+        if is_written is None:
+            self.finish()
+
+    def look(self) -> None:
+        """Ends a checkpoint that is written beside the training, if it is complete by now; raises as `save`."""
+        pending = self._pending
+        if pending is None:
+            return
+        with self._failures_of(pending):
+            if pending.is_complete():
+                self._end(pending)
+
+    def finish(self) -> None:
+        """Waits for a checkpoint that is written beside the training, if there is one; raises as `save`."""
+        pending = self._pending
+        if pending is None:
+            return
+        with self._failures_of(pending):
+            pending.wait()
+            self._end(pending)
+
+    def abandon(self) -> None:
+        """After ranks were lost: a checkpoint whose files they had all written is completed, any other is given up."""
+        if self._pending is not None and self._pending.is_sealing:
+            self.finish()
+        self._pending = None
+
+    def _end(self, pending: PendingCheckpoint) -> None:
+        self._pending = None
+        self._thin_out(pending.target)
+        self._say(f"checkpoint: {pending.target}")
 
     def newest(self) -> Checkpoint | None:
         """The newest complete checkpoint, None without any; damaged and half-written ones are named and passed over."""
@@ -115,30 +153,29 @@ class CheckpointStore:
     def is_among_best(self, evaluation: dict[str, float | None]) -> bool:
         """Whether a checkpoint with these held-out values would be one of the checkpoint.keep_best best."""
         value = self._badness(evaluation)
+        self.finish()
         if not self._settings.keep_best or value == math.inf:
             return False
         better = [path for path in self._numbered() if self._badness(self._evaluation_of(path)) <= value]
         return len(better) < self._settings.keep_best
 
-    def _write(self, target: Path, manifest: Manifest, save_trainer: Callable[[Path], None]) -> str | None:
-        """Writes a checkpoint; returns what went wrong, after removing what was written of it."""
+    @contextmanager
+    def _failures_of(self, pending: PendingCheckpoint, *, ranks_wait: bool = False) -> Iterator[None]:
+        """Leaves nothing of a checkpoint that fails inside the `with` block; see checkpoint.on_full_disk.
+
+        With `ranks_wait` the other ranks wait in the middle of DeepSpeed's save when one fails.
+        """
         try:
-            with written_aside(target) as aside:
-                (aside / TRAINER).mkdir()
-                save_trainer(aside / TRAINER)
-                write_manifest(aside, manifest)
+            yield
         except StateLost:
             raise
-        except ActorError as error:
-            problem = str(error)
-            if self._config.policy.num_ranks > 1:
-                raise CheckpointError(f"{target} could not be written: {problem}{self._room()}") from error
-        except OSError as error:
-            problem = f"{error}"
-        else:
-            return None
-        shutil.rmtree(target.with_name(target.name + PARTIAL), ignore_errors=True)
-        return problem + self._room()
+        except (ActorError, OSError) as error:
+            self._pending = None
+            pending.remove()
+            problem = f"{error}{self._room()}"
+            if ranks_wait and isinstance(error, ActorError):
+                raise CheckpointError(f"{pending.target} could not be written: {problem}") from error
+            self._left_out(pending.target, problem)
 
     def _lack_of_room(self, bytes_needed: Callable[[], int]) -> str | None:
         self.folder.mkdir(parents=True, exist_ok=True)

@@ -12,6 +12,7 @@ from openrlhf_ebft.trainer.manifests import Manifest, library_versions
 _FREE_SECTIONS = ("placement", "recovery", "logging")
 _FREE_KEYS = (
     "name",
+    "checkpoint.background",
     "checkpoint.keep_last",
     "checkpoint.keep_best",
     "checkpoint.best_metric",

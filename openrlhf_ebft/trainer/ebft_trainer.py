@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import asdict, replace
 
 from openrlhf_ebft.actors.cluster import RunActors
-from openrlhf_ebft.actors.waiting import ActorError
+from openrlhf_ebft.actors.waiting import ActorError, StateLost
 from openrlhf_ebft.config.sections import EBFTConfig
 from openrlhf_ebft.core.aggregation import NonFiniteGroups, StepRewards
 from openrlhf_ebft.core.completion_metrics import completion_metrics, length_warning
@@ -17,7 +17,7 @@ from openrlhf_ebft.core.rollout_tree import RolloutTree
 from openrlhf_ebft.core.seeding import derive_seed
 from openrlhf_ebft.core.step_batch import TrainItem, without_advantages
 from openrlhf_ebft.data.batches import BatchPlan
-from openrlhf_ebft.trainer.checkpoints import Checkpoint, CheckpointStore
+from openrlhf_ebft.trainer.checkpoints import Checkpoint, CheckpointError, CheckpointStore
 from openrlhf_ebft.trainer.clock import PhaseClock
 from openrlhf_ebft.trainer.console import Console
 from openrlhf_ebft.trainer.evaluation import EvaluationResult, evaluate
@@ -88,11 +88,20 @@ class EBFTTrainer:
                 with self.console.phase(phase, max(last - self.state.step, 0)):
                     while self.state.step < last and not interrupts.requested:
                         evaluation = self._step(heldout)
+                        checkpoints.look()
                         self._checkpoint_if_due(checkpoints, interrupts, evaluation)
-        except NonFiniteSteps as error:
+        except StateLost:
+            raise
+        except BaseException as error:
+            # What went wrong is told; a checkpoint that fails as well is no more than missing.
+            with suppress(ActorError, CheckpointError):
+                checkpoints.finish()
+            if not isinstance(error, NonFiniteSteps):
+                raise
             checkpoint = checkpoints.newest()
             good = f"the last good checkpoint is {checkpoint.path}" if checkpoint else "there is no checkpoint"
             raise NonFiniteSteps(f"{error}; {good}") from None
+        checkpoints.finish()
 
     def _step(self, heldout: Sequence[Reference]) -> dict[str, float | None]:
         """One step and the evaluation that is due after it; returns its held-out values, empty without one."""
@@ -123,7 +132,13 @@ class EBFTTrainer:
             # A resumed run starts with fresh weights in its engines; so must the one that goes on.
             self.actors.weights.push()
         trainer = self.actors.trainer
-        store.save(self.state, trainer.save_checkpoint, bytes_needed=trainer.checkpoint_bytes, evaluation=evaluation)
+        store.save(
+            self.state,
+            lambda folder: trainer.save_checkpoint(folder, background=settings.background),
+            bytes_needed=trainer.checkpoint_bytes,
+            evaluation=evaluation,
+            is_written=trainer.checkpoint_is_written if settings.background else None,
+        )
 
     def evaluate(self, heldout: Sequence[Reference]) -> EvaluationResult:
         """Evaluates the current policy, or its averaged weights, on the held-out references; records the result."""
@@ -136,6 +151,7 @@ class EBFTTrainer:
         metrics = result.metrics()
         if self.recorder is not None:
             metrics |= self.recorder.record(self.state.step, result, self.actors)
+        self.actors.rollout.forget_prefixes()  # training goes on as if nothing had been sampled here
         self.tracker.log(self.state.step, "evaluation", metrics | clock.metrics())
         self.console.evaluation(self.state.step, metrics)
         return result
@@ -177,8 +193,10 @@ class EBFTTrainer:
         self._finish_step("ebft", {**metrics, **_reward_metrics(rewards), **shape}, clock, self._skip(items, metrics))
 
     def _sync_if_due(self, clock: PhaseClock) -> None:
+        """After the present EBFT step; counted from the first one, at whose beginning the engines are updated, too."""
+        done = self.state.step + 1 - self.schedule.sft_steps
         with clock.phase("sync"):
-            if (self.state.step + 1) % self.config.rollout.sync_every_steps == 0:
+            if done % self.config.rollout.sync_every_steps == 0:
                 self.actors.weights.push()
 
     def _skip(self, items: Sequence[TrainItem], metrics: dict[str, float]) -> SkippedStep | None:

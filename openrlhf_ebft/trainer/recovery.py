@@ -28,6 +28,7 @@ def carried_through(trainer: EBFTTrainer, store: CheckpointStore, work: Callable
 def _go_back(trainer: EBFTTrainer, store: CheckpointStore, failure: StateLost) -> None:
     """Starts the trainer group afresh and puts the run back to its newest complete checkpoint, or to its beginning."""
     budget, lost_at = trainer.actors.budget, trainer.state.step
+    store.abandon()
     checkpoint = _checkpoint_to_go_on_from(trainer, store, failure)
     start = time.monotonic()
     while True:

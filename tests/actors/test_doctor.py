@@ -91,6 +91,13 @@ def test_adapters_have_small_states():
     assert checkpoint_bytes(config, LLAMA_70B) == pytest.approx(2 * LLAMA_70B.total)
 
 
+def test_checkpoints_in_the_background_are_copied_into_host_memory():
+    """bfloat16: 2 bytes of each weight, and 12 of optimizer states and masters."""
+    config = make_config(checkpoint={"every_steps": 10, "background": True})
+    assert needs(config, LLAMA_70B)[TRAINER].host == 14 * LLAMA_70B.total
+    assert needs(make_config(), LLAMA_70B)[TRAINER].host == 0
+
+
 def test_averages_and_reference_models_come_on_top():
     plain, config = make_config(), make_config(policy={"ema_decay": 0.99, "kl_coef": 0.1})
     assert needs(config, LLAMA_70B)[TRAINER].device == needs(plain, LLAMA_70B)[TRAINER].device + 4 * LLAMA_70B.total
@@ -100,6 +107,11 @@ def test_averages_and_reference_models_come_on_top():
 
 def test_features_of_the_base_model_need_no_memory_of_their_own():
     assert FEATURES not in needs(make_config(lora={"rank": 8}, features={"source": "policy_base"}), LLAMA_70B)
+
+
+def test_supervised_training_without_evaluation_needs_the_trainer_s_memory_alone():
+    config = make_config(policy={"objective": "sft"}, evaluation={"max_examples": 0})
+    assert set(needs(config, LLAMA_70B, 80 * GIB)) == {TRAINER}
 
 
 def test_bytes_of_engines_and_features():

@@ -64,7 +64,7 @@ def averages(world_size, values):
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_files_of_another_number_of_ranks_are_read(tmp_path, world_size):
     for average in averages(world_size, parameters(seed=1)):
-        average.save(tmp_path)
+        average.saving(tmp_path)()
     now = parameters(seed=2)
     (single,) = averages(1, now)
     single.load(tmp_path)
@@ -74,7 +74,7 @@ def test_files_of_another_number_of_ranks_are_read(tmp_path, world_size):
     back = tmp_path / "back"
     back.mkdir()
     single.swap(use_average=False)
-    single.save(back)
+    single.saving(back)()
     for average, first in zip(averages(world_size, now), averages(world_size, parameters(seed=1)), strict=True):
         average.load(back)
         for name, piece in first._average.items():
@@ -85,7 +85,7 @@ def test_missing_files_and_other_parameters_are_named(tmp_path):
     (average,) = averages(1, parameters())
     with pytest.raises(RuntimeError, match=r"average-rank-0.safetensors is missing.*policy.ema_decay"):
         average.load(tmp_path)
-    average.save(tmp_path)
+    average.saving(tmp_path)()
     few = parameters()
     del few["b"]
     with pytest.raises(RuntimeError, match="averages other parameters"):

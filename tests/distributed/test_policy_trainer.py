@@ -1,7 +1,9 @@
 """The DeepSpeed trainer against a plain re-derivation with torch, in every cut of the same batch."""
 
+import enum
 import json
 import math
+import os
 
 import pytest
 import torch
@@ -9,7 +11,9 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from openrlhf_ebft.config.sections import OptimizerConfig
+from openrlhf_ebft.distributed.checkpoint_weights import require_plain_files, save_checkpoint_model
 from openrlhf_ebft.distributed.optimizer import schedule_factor
+from tests.distributed.trainer_rank import SAVED
 from tests.distributed.trainer_steps import STEPS, make_config, step_items
 from tests.processes import run_ranks
 from tests.tiny_models import tiny_llama
@@ -129,6 +133,73 @@ def test_16_bits_stay_near_the_float32_weights(trained, plain, name):
         cosine = torch.nn.functional.cosine_similarity(update.flatten(), exact.flatten(), dim=0)
         limit = 0.95 if name.startswith("bfloat16") else 0.99
         assert cosine > limit, f"{name}: {key} moved another way ({float(cosine):.4f})"
+
+
+@pytest.mark.stack
+@pytest.mark.parametrize("name", SAVED)
+def test_a_checkpoint_holds_no_code_and_exports_the_trained_weights(trained, name, tmp_path):
+    checkpoint = trained / f"{name}-checkpoint"
+    require_plain_files(checkpoint)
+    dtype, stage, _ = name.split("_")
+    config = make_config(trained / "model", dtype=dtype, zero_stage=int(stage[-1]), num_ranks=2)
+    save_checkpoint_model(checkpoint, config, tmp_path)
+    weights = load_file(trained / f"{name}.safetensors")
+    for key, value in load_file(tmp_path / "model.safetensors").items():
+        assert value.dtype == getattr(torch, dtype)
+        torch.testing.assert_close(value.float(), weights[key], atol=0, rtol=0, msg=f"{name}: {key}")
+
+
+@pytest.mark.stack
+@pytest.mark.parametrize("name", SAVED)
+def test_a_checkpoint_written_in_the_background_is_the_same(trained, name):
+    """The step that was made meanwhile is not in it."""
+    at_once, later = trained / f"{name}-checkpoint", trained / f"{name}-background"
+    files = sorted(path.relative_to(at_once) for path in at_once.rglob("*") if path.is_file())
+    assert files == sorted(path.relative_to(later) for path in later.rglob("*") if path.is_file())
+    tensors = [file for file in files if file.suffix == ".pt"]
+    assert len(tensors) >= 1
+    for file in tensors:
+        assert_same(*(torch.load(folder / file, weights_only=False) for folder in (at_once, later)))
+
+
+def assert_same(one, other):
+    assert type(one) is type(other)
+    if isinstance(one, torch.Tensor):
+        assert one.dtype == other.dtype and one.equal(other)
+    elif isinstance(one, dict):
+        assert list(one) == list(other)
+        for key in one:
+            assert_same(one[key], other[key])
+    elif isinstance(one, list | tuple):
+        for first, second in zip(one, other, strict=True):
+            assert_same(first, second)
+    elif hasattr(one, "__dict__") and not isinstance(one, enum.Enum):
+        assert_same(vars(one), vars(other))
+    else:
+        assert one == other
+
+
+class Harm:
+    """Unpickled, it would make a file."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.path),)
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_checkpoint_that_would_run_code_is_refused(tmp_path, whole):
+    """As ZeRO 0 to 2 write weights, and as ZeRO-3 does, whose files DeepSpeed's converter reads."""
+    model, folder = tmp_path / "model", tmp_path / "deepspeed"
+    tiny_llama(model)
+    folder.mkdir()
+    state = {"module": {"a": torch.zeros(2)}, "scaler": Harm(tmp_path / "harm")}
+    torch.save(state, folder / f"{'' if whole else 'zero_pp_rank_0_'}mp_rank_00_model_states.pt")
+    with pytest.raises(ValueError, match=r"model_states.pt names \S*mkdir: .* tensors and plain values alone"):
+        save_checkpoint_model(tmp_path, make_config(model), tmp_path / "out")
+    assert not (tmp_path / "harm").exists()
 
 
 @pytest.mark.stack

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from pathlib import Path
 
 import torch
@@ -15,6 +16,10 @@ from openrlhf_ebft.config.sections import EBFTConfig
 from openrlhf_ebft.core.step_batch import TrainItem, count_step
 from openrlhf_ebft.distributed.policy_trainer import PolicyTrainer
 from tests.distributed.trainer_steps import STEPS, make_config, rank_passes, step_items
+
+
+SAVED = [f"{dtype}_zero{stage}_2" for dtype in ("float32", "bfloat16", "float16") for stage in range(4)]
+"""Variants that leave a checkpoint behind."""
 
 
 def run_variant(config: EBFTConfig, poisoned_step: int | None) -> tuple[PolicyTrainer, list[dict[str, float]]]:
@@ -31,6 +36,18 @@ def run_variant(config: EBFTConfig, poisoned_step: int | None) -> tuple[PolicyTr
         changed = [not torch.equal(before[key], tensor) for key, tensor in trainer.named_weights()]
         metrics[-1]["changed"] = float(any(changed))
     return trainer, metrics
+
+
+def save_twice(trainer: PolicyTrainer, folder: Path, name: str) -> None:
+    """A checkpoint, and another one that is written while the next step changes what it holds."""
+    trainer.save_checkpoint(folder / f"{name}-checkpoint")
+    trainer.save_checkpoint(folder / f"{name}-background", background=True)
+    items = step_items(0)
+    counts = count_step([item.tree for item in items])
+    trainer.train_step(rank_passes(items, trainer), counts, "sft", items[0])
+    while not trainer.checkpoint_is_written():
+        time.sleep(0.01)
+    dist.barrier()
 
 
 def allow_float16_on_cpus() -> None:
@@ -54,6 +71,8 @@ def main() -> None:
             record = {"metrics": gathered, "scores": [(s.nats, s.tokens) for s in scores]}
             (folder / f"{name}.json").write_text(json.dumps(record))
         dist.barrier()
+        if name in SAVED:
+            save_twice(trainer, folder, name)
     trainer.close()
 
 

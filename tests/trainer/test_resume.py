@@ -11,11 +11,11 @@ import time
 import pytest
 from safetensors.torch import load_file
 
-from openrlhf_ebft.actors.waiting import StateLost
+from openrlhf_ebft.actors.waiting import ActorError, StateLost
 from openrlhf_ebft.config.errors import UserError
 from openrlhf_ebft.config.sections import EBFTConfig
 from openrlhf_ebft.data.batches import DataCursor
-from openrlhf_ebft.trainer.checkpoints import CheckpointStore
+from openrlhf_ebft.trainer.checkpoints import CheckpointError, CheckpointStore
 from openrlhf_ebft.trainer.state import TrainerState
 from tests.processes import ROOT
 from tests.trainer import runs
@@ -40,7 +40,7 @@ def make_store(folder, said=None, **checkpoint):
 
 
 def save(store, step, write=write_part, evaluation=None):
-    return store.save(state_of(step), write, bytes_needed=lambda: 1000, evaluation=evaluation or {})
+    store.save(state_of(step), write, bytes_needed=lambda: 1000, evaluation=evaluation or {})
 
 
 def test_a_save_that_dies_leaves_the_one_before(tmp_path):
@@ -95,6 +95,89 @@ def test_a_checkpoint_just_written_stays_beside_damaged_ones_with_higher_numbers
     assert store.newest().state.step == 7
 
 
+def begin(store, step, answers, evaluation=None):
+    """A save in the background; `answers` are what the ranks will say, one at each look."""
+    remaining = iter(answers)
+
+    def is_written():
+        answer = next(remaining)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    store.save(
+        state_of(step), write_part, bytes_needed=lambda: 1000, evaluation=evaluation or {}, is_written=is_written
+    )
+
+
+def look_until_it_ends(store, path):
+    deadline = time.monotonic() + 10
+    while not path.exists():
+        assert time.monotonic() < deadline
+        store.look()
+
+
+def test_a_checkpoint_in_the_background_is_absent_until_it_is_complete(tmp_path):
+    said = []
+    store = make_store(tmp_path, said, keep_last=1)
+    save(store, 1)
+    begin(store, 2, [False, False, True])
+    store.look()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-1", "step-2.partial"]
+    assert make_store(tmp_path).newest().state.step == 1, "killed now, the run would go on from the one before"
+    look_until_it_ends(store, tmp_path / "step-2")
+    store.finish()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-2"]
+    assert store.newest().state == state_of(2) and said[-1] == f"checkpoint: {tmp_path / 'step-2'}"
+
+
+def test_the_next_checkpoint_and_the_end_wait_for_the_one_that_is_written(tmp_path):
+    store = make_store(tmp_path, keep_best=1)
+    begin(store, 1, [False, False, True], {"ce": 1.0})
+    assert not store.is_among_best({"ce": 2.0}), "the best is known only when it is complete"
+    begin(store, 2, [False, True])
+    begin(store, 3, [False, True])
+    assert store.newest().state.step == 2
+    store.finish()
+    store.finish()
+    assert store.newest().state.step == 3
+
+
+@pytest.mark.parametrize("on_full_disk", ["error", "warn"])
+def test_an_error_of_a_writer_shows_at_the_next_look(tmp_path, on_full_disk):
+    """Also with several ranks: none of them waits for the one that failed."""
+    said = []
+    store = make_store(tmp_path, said, on_full_disk=on_full_disk)
+    store._config.policy.num_ranks = 2
+    save(store, 1)
+    begin(store, 2, [False, ActorError("write checkpoint: rank 1 failed: No space left on device")])
+    store.look()
+    if on_full_disk == "error":
+        with pytest.raises(CheckpointError, match="step-2 could not be written: .*rank 1 failed: No space left"):
+            store.look()
+    else:
+        store.look()
+        assert "warning: " in said[-1] and "the newest checkpoint is still" in said[-1]
+    store.finish()
+    assert [path.name for path in tmp_path.iterdir()] == ["step-1"]
+
+
+@pytest.mark.parametrize(("answers", "newest"), [([False, StateLost("rank 0 is gone")], 1), ([True], 2)])
+def test_ranks_lost_while_they_write(tmp_path, answers, newest):
+    """Files that all ranks had written before make a checkpoint; others do not."""
+    store = make_store(tmp_path)
+    save(store, 1)
+    begin(store, 2, answers)
+    store.look()
+    if newest == 1:
+        with pytest.raises(StateLost):
+            store.look()
+    store.abandon()
+    assert store.newest().state.step == newest
+    save(store, 3)
+    assert store.newest().state.step == 3
+
+
 @pytest.mark.parametrize(("direction", "kept"), [("lower", [2, 4, 6]), ("higher", [1, 5, 6])])
 def test_the_best_checkpoints_stay(tmp_path, direction, kept):
     store = make_store(tmp_path, keep_last=1, keep_best=2, best_metric="cfm", best_direction=direction)
@@ -135,6 +218,7 @@ def test_a_killed_run_is_resumed_by_the_same_command_as_if_it_had_not_died(folde
     }
     code, output = runs.run("train", str(runs.write_config(folder, "straight", **settings)))
     assert code == 0, output
+    settings["checkpoint"] |= {"background": True}  # changes nothing but when the files are written
     command = ("train", str(runs.write_config(folder, "killed", **settings)), "--resume", "auto")
     process = runs.start(*command)
     metrics = folder / "runs" / "killed" / "metrics.jsonl"
@@ -158,11 +242,17 @@ def test_a_killed_run_is_resumed_by_the_same_command_as_if_it_had_not_died(folde
 
 @pytest.mark.stack
 def test_an_interrupt_saves_a_checkpoint_when_asked(folder):
-    config = runs.write_config(folder, "asked", policy={"max_steps": 100000}, checkpoint={"on_interrupt": True})
+    config = runs.write_config(
+        folder,
+        "asked",
+        policy={"objective": "sft", "max_steps": 100000, "sft_warmup_steps": 0},
+        evaluation={"max_examples": 0},
+        checkpoint={"on_interrupt": True, "background": True},
+    )
     process = runs.start("train", str(config))
     metrics = folder / "runs" / "asked" / "metrics.jsonl"
     deadline = time.monotonic() + 200
-    while not (metrics.exists() and '"ebft"' in metrics.read_text()):
+    while not (metrics.exists() and '"sft"' in metrics.read_text()):
         assert process.poll() is None and time.monotonic() < deadline, process.communicate()[0]
         time.sleep(0.05)
     os.kill(process.pid, signal.SIGTERM)
