@@ -205,7 +205,9 @@ def kill_node(run: Run) -> Outcome:
     _, *others = run.cluster.nodes
     homes = [node for node in others if "ray::PolicyTrainer" in str(victims.offspring(node.process.pid))]
     homes[0].kill()
-    seconds = run.seconds_until("reward aggregator is back")
+    # Which loss shows first depends on the phase of the step; the run is back at work when all four roles are.
+    roles = ("rollout engine 0", "feature network 0", "reward aggregator", "the trainer")
+    seconds = sum(run.seconds_until(f"{role} is back") for role in roles)
     return Outcome(f"step {step + 1}", seconds, run.redone())
 
 

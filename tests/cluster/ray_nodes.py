@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -89,12 +90,17 @@ class Cluster:
         (self.folder / "token").write_text(secrets.token_hex(32))
         settings = ["--head", f"--port={self.port}", f"--dashboard-port={self.dashboard}"]
         settings += [f"--ray-client-server-port={free_port()}", f"--temp-dir={self.folder / 'ray'}"]
-        self._start(cpus, settings)
-        self._wait(self.dashboard)
+        head = self._start(cpus, settings)
+        self._wait(head, lambda: is_open(self.dashboard))
 
     def add_node(self, cpus: int) -> Node:
-        """A second machine, as far as Ray can tell."""
-        return self._start(cpus, [f"--address={self.address}"])
+        """A second machine, as far as Ray can tell; returns when it is up.
+
+        Of two nodes that start on one machine at the same time, Ray lets one fail: they choose the same names.
+        """
+        node = self._start(cpus, [f"--address={self.address}"])
+        self._wait(node, lambda: b"Ray runtime started" in node.log.read_bytes())
+        return node
 
     def _start(self, cpus: int, settings: list[str]) -> Node:
         ports = ("dashboard-agent-listen-port", "dashboard-agent-grpc-port", "metrics-export-port")
@@ -112,16 +118,13 @@ class Cluster:
         self.nodes.append(Node(process, log))
         return self.nodes[-1]
 
-    def _wait(self, port: int) -> None:
+    def _wait(self, node: Node, is_up: Callable[[], bool]) -> None:
         end = time.monotonic() + START_S
-        while time.monotonic() < end:
-            if self.nodes[0].process.poll() is not None:
-                break
-            with socket.socket() as probe:
-                if probe.connect_ex(("127.0.0.1", port)) == 0:
-                    return
+        while time.monotonic() < end and node.process.poll() is None:
+            if is_up():
+                return
             time.sleep(0.2)
-        raise AssertionError(f"the head did not come up:\n{self.nodes[0].log.read_text()[-4000:]}")
+        raise AssertionError(f"node {self.nodes.index(node)} did not come up:\n{node.log.read_text()[-4000:]}")
 
     def run(self, *command: str, timeout_s: float = 120) -> subprocess.CompletedProcess[str]:
         """Runs a program of this environment to its end."""
@@ -149,6 +152,11 @@ class Cluster:
         for node in reversed(self.nodes):
             node.stop()
         shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def is_open(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
 def new_cluster() -> Cluster:
