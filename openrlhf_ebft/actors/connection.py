@@ -38,7 +38,9 @@ def join_cluster(ray_address: str | None, environment: Mapping[str, str] | None 
         )
     except (ConnectionError, RuntimeError, ValueError) as error:
         where = f"the Ray cluster {address} could not be joined" if address else "a local Ray could not be started"
-        raise PlacementError(f"{where}: {error}") from error
+        no_token = address is not None and "RAY_AUTH_MODE" not in os.environ
+        hint = " (if the cluster asks for a token: export RAY_AUTH_MODE=token)" if no_token else ""
+        raise PlacementError(f"{where}: {error}{hint}") from error
 
 
 def _require_answer(address: str) -> None:

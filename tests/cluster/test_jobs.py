@@ -131,9 +131,11 @@ def test_a_client_without_the_token_is_turned_away(cluster):
         [BIN / "ray", "job", "list", "--address", cluster.url], env=environment, capture_output=True, text=True
     )
     assert listed.returncode != 0
+    environment.pop("RAY_AUTH_MODE")
     doctor = subprocess.run(
         [BIN / "openrlhf-ebft", "doctor", "--address", cluster.address], env=environment, capture_output=True, text=True
     )
     assert doctor.returncode == 2
     assert f"the Ray cluster {cluster.address} could not be joined" in doctor.stderr
+    assert "export RAY_AUTH_MODE=token" in doctor.stderr
     assert "Traceback" not in doctor.stderr
