@@ -3,8 +3,9 @@
 The straightforward way is that of the public implementations: n copies of the document, the whole sequence run again
 for every generated token, one dense mask built by loops, the vocabulary head on every position. Every measurement runs
 in a process of its own; seconds are CPU seconds of all threads (best of --repeats), so that other work on the machine
-does not enter; peak memory is that of the process above the loaded model. A step is the sum of its parts: rewards of
-these groups take milliseconds (`whitening.py`).
+does not enter; peak memory is that of the process above the loaded model. Features and log-probabilities are those of
+completions that the model has sampled. A step is the sum of its parts: rewards of these groups take milliseconds
+(`whitening.py`).
 
     python benchmarks/strided.py --model models/SmolLM2-135M-Instruct --lengths 256 512 --dtypes float32 bfloat16
 """
@@ -16,6 +17,7 @@ import dataclasses
 import json
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -196,10 +198,8 @@ def measure(arguments: argparse.Namespace) -> dict[str, float]:
     runner: Ours | Straightforward = Straightforward(model, reference)
     if way == "ours":
         runner = Ours(model, reference, features, arguments.chunk_tokens)
-    generator = torch.Generator().manual_seed(0)
-    blocks = reference.anchors.numel()
-    tokens = torch.randint(100, 40000, (SAMPLES, blocks, STEPS), generator=generator)
-    advantages = torch.randn(blocks, SAMPLES, generator=generator)
+    tokens = sampled_tokens(Path(arguments.tokens), model, reference)
+    advantages = torch.randn(len(reference.anchors), SAMPLES, generator=torch.Generator().manual_seed(0))
     checks: dict[str, float] = {}
 
     def backward(made: Tensor, weights: Tensor) -> None:
@@ -218,6 +218,14 @@ def measure(arguments: argparse.Namespace) -> dict[str, float]:
     before = reset_peak()
     seconds = timed(arguments.clock, arguments.repeats, work)
     return {"seconds": seconds, "peak_mib": memory_mib("VmHWM") - before, **checks}
+
+
+def sampled_tokens(path: Path, model: PreTrainedModel, reference: Reference) -> Tensor:
+    """(n, blocks, steps) completions of the model; the first process samples them, the others read its file."""
+    if not path.exists():
+        groups = BlockParallelSampler(model).sample([RolloutRequest(reference, SAMPLES, seed=0)], SAMPLING)
+        path.write_text(json.dumps([[c.token_ids for c in group] for group in groups]), encoding="utf-8")
+    return torch.tensor(json.loads(path.read_text(encoding="utf-8"))).transpose(0, 1)
 
 
 def reset_peak() -> float:
@@ -244,6 +252,7 @@ def main() -> None:
     parser.add_argument("--clock", choices=sorted(CLOCKS), default="process", help="CPU seconds, or wall seconds")
     parser.add_argument("--part", choices=PARTS, help="measure this part in this process and print JSON")
     parser.add_argument("--way", choices=WAYS)
+    parser.add_argument("--tokens", help="file with the completions, with --part")
     arguments = parser.parse_args()
     if arguments.part is not None:
         print(json.dumps(measure(arguments)))
@@ -251,7 +260,11 @@ def main() -> None:
     print(f"{'part':<9} {'S':>4} {'dtype':<9} {'straightforward':>22} {'ours':>22} {'ratio':>6}  check", flush=True)
     for size in arguments.lengths:
         for dtype in arguments.dtypes:
-            results = {(p, w): run_child(arguments, p, w, size, dtype) for p in arguments.parts for w in WAYS}
+            with tempfile.TemporaryDirectory() as folder:
+                tokens = Path(folder) / "tokens.json"
+                results = {
+                    (p, w): run_child(arguments, p, w, size, dtype, tokens) for p in arguments.parts for w in WAYS
+                }
             for part in arguments.parts:
                 print_row(part, size, dtype, [results[part, way] for way in WAYS])
             if len(arguments.parts) == len(PARTS):
@@ -270,8 +283,11 @@ def print_row(part: str, size: int, dtype: str, results: list[dict[str, float]])
     print(f"{part:<9} {size:>4} {dtype:<9} {cells[0]:>22} {cells[1]:>22} {ratio:>6.1f}  {values}", flush=True)
 
 
-def run_child(arguments: argparse.Namespace, part: str, way: str, size: int, dtype: str) -> dict[str, float]:
+def run_child(
+    arguments: argparse.Namespace, part: str, way: str, size: int, dtype: str, tokens: Path
+) -> dict[str, float]:
     command = [sys.executable, __file__, "--model", arguments.model, "--part", part, "--way", way]
+    command += ["--tokens", str(tokens)]
     command += ["--lengths", str(size), "--dtypes", dtype, "--threads", str(arguments.threads)]
     command += ["--repeats", str(arguments.repeats), "--clock", arguments.clock]
     command += ["--chunk-tokens", str(arguments.chunk_tokens)]

@@ -186,6 +186,25 @@ class RolloutTree:
         return self.predictors - torch.where(self.step_of_token == 0, 0, self.branch_of_token)
 
     @cached_property
+    def first_alike(self) -> Tensor:
+        """(T,) tree index of the first token that is computed alike; reference tokens are their own.
+
+        Tokens of two samples of an anchor are alike where the samples agree up to them.
+        """
+        own = self._arange(self.num_reference_tokens)
+        if self.branch_tokens.numel() == 0:
+            return own
+        lengths = self.branch_lengths.flatten()
+        rows = torch.full((self.num_branches, int(lengths.max())), -1, device=self.device)
+        rows[self.branch_of_token, self.step_of_token] = self.branch_tokens
+        groups = rows.view(self.num_anchors, self.num_samples, -1)
+        agree = (groups[:, :, None] == groups[:, None]).int().cumprod(-1)  # (A, n, n, L)
+        sample = agree.argmax(dim=2).view_as(rows)[self.branch_of_token, self.step_of_token]  # the first that agrees
+        branch = self.branch_of_token // self.num_samples * self.num_samples + sample
+        starts = torch.cumsum(lengths, 0) - lengths + self.num_reference_tokens
+        return torch.cat([own, starts[branch] + self.step_of_token])
+
+    @cached_property
     def supervised_tokens(self) -> Tensor:
         """(R,) reference indices that the cross-entropy covers: in the loss mask, and not the first of a document."""
         documents = self.reference.documents

@@ -19,6 +19,9 @@ from openrlhf_ebft.core.experience import Reference
 from openrlhf_ebft.core.rollout_tree import RolloutTree
 from openrlhf_ebft.core.tree_batch import TreeBatch
 
+# Tokens are computed once for all samples that agree where at most this share of them is left; gathers have a price.
+_WORTHWHILE = 0.95
+
 
 @dataclass(frozen=True, eq=False)
 class BranchPlaces:
@@ -101,8 +104,43 @@ class BranchPlaces:
 
 
 @dataclass(frozen=True, eq=False)
+class DistinctTokens:
+    """The tokens of a tree batch that have to be computed: of samples that agree so far only the first one's.
+
+    b trees of T tokens, at most U of a tree distinct.
+    """
+
+    sources: Tensor  # (b, U) int64 column of each distinct token in the batch; 0 at padding
+    places: Tensor  # (b, T) int64 place of each token among the distinct ones
+
+    @classmethod
+    def of(cls, batch: TreeBatch) -> DistinctTokens | None:
+        """None where hardly anything would be saved."""
+        trees, width = batch.input_ids.shape
+        device = batch.input_ids.device
+        first = batch.first_alike.view(trees, width) - torch.arange(trees, device=device)[:, None] * width
+        distinct = batch.valid & (first == torch.arange(width, device=device))
+        counts = distinct.sum(1)
+        size = int(counts.max())
+        if size > width * _WORTHWHILE:
+            return None
+        places = (distinct.long().cumsum(1) - 1).clamp(min=0).gather(1, first)
+        sources = torch.zeros(trees, size, dtype=torch.int64, device=device)
+        row, column = torch.nonzero(distinct, as_tuple=True)
+        sources[row, places[row, column]] = column
+        return cls(sources, places)
+
+    def spread(self, states: Tensor) -> Tensor:
+        """(b, U, D) states of the distinct tokens -> (b, T, D) of all; padding holds arbitrary values."""
+        return states[torch.arange(len(states), device=states.device)[:, None], self.places]
+
+
+@dataclass(frozen=True, eq=False)
 class TreeSplit:
-    """A tree batch seen as references and branches: index tensors into its (b, T) grid, and masks."""
+    """A tree batch seen as references and branches: index tensors into the (b, T) grid that is computed, and masks.
+
+    That grid is the batch's own, or its distinct tokens.
+    """
 
     places: BranchPlaces
     reference: Tensor  # (b, S) int64 columns of reference tokens, 0 at padding
@@ -112,7 +150,7 @@ class TreeSplit:
     is_plain: bool  # the grid is [references, branches] already: slices instead of gathers
 
     @classmethod
-    def from_batch(cls, batch: TreeBatch) -> TreeSplit:
+    def from_batch(cls, batch: TreeBatch, distinct: DistinctTokens | None = None) -> TreeSplit:
         """Index tensors of a batch, on its device."""
         width, device = batch.input_ids.shape[1], batch.input_ids.device
         trees = batch.trees
@@ -131,8 +169,11 @@ class TreeSplit:
             inverse[row, own[:count]] = own[:count] - offset
             inverse[row, own[count:]] = size + tree.branch_of_token * steps + tree.step_of_token
         flat = branch.flatten(1)
-        order = torch.arange(width, device=device)
         places = BranchPlaces.collate([tree.reference for tree in trees], [tree.num_samples for tree in trees])
+        if distinct is not None:
+            reference, flat = (distinct.places.gather(1, columns) for columns in (reference, flat))
+            return cls(places, reference, flat, inverse.gather(1, distinct.sources), steps, is_plain=False)
+        order = torch.arange(width, device=device)
         is_plain = width == size + flat.shape[1] and bool((torch.cat([reference, flat], 1) == order).all())
         return cls(places, reference, flat, inverse, steps, is_plain)
 
@@ -151,4 +192,5 @@ class TreeSplit:
 
 def _take(states: Tensor, columns: Tensor) -> Tensor:
     """(b, heads, T, d) at columns (b, N) -> (b, heads, N, d)."""
-    return states.gather(2, columns[:, None, :, None].expand(-1, states.shape[1], -1, states.shape[3]))
+    rows = torch.arange(len(states), device=states.device)[:, None]
+    return states.transpose(1, 2)[rows, columns].transpose(1, 2)

@@ -91,6 +91,14 @@ class TreeBatch:
         return torch.cat([tree.pruned_predictors + start for tree, start in pairs])
 
     @cached_property
+    def first_alike(self) -> Tensor:
+        """(b * T,) flat index of the first token that is computed alike; padding tokens are their own."""
+        first = torch.arange(self.valid.numel(), device=self.valid.device)
+        for tree, start in zip(self.trees, self.starts.tolist(), strict=True):
+            first[start : start + len(tree)] = tree.first_alike + start
+        return first
+
+    @cached_property
     def branch_of_token(self) -> Tensor:
         """(B,) branch number of each branch token, counted through the whole batch."""
         return self._numbered([tree.branch_of_token for tree in self.trees], [t.num_branches for t in self.trees])

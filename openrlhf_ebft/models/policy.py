@@ -79,6 +79,7 @@ class PolicyModel(nn.Module):
         pruned = batch.without_last_tokens()
         hidden = forward_tree(self._backbone, pruned, self.mode, self.spec, self.model.dtype).flatten(0, 1)
         predictors = torch.cat([batch.pruned_predictors(pruned), pruned.supervised_predictors])
+        predictors = pruned.first_alike[predictors]  # samples that agree so far have one distribution
         targets = torch.cat([batch.branch_tokens, batch.supervised_targets])
         num_branch = batch.branch_tokens.numel()
         temperature = torch.ones(targets.numel(), device=hidden.device)

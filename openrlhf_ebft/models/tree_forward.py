@@ -12,7 +12,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from openrlhf_ebft.core.attention import AttentionMode, AttentionSpec, MaskKind, attention_masks, unroll_rows
 from openrlhf_ebft.core.block_masks import tree_block_masks
-from openrlhf_ebft.core.split_attention import TreeSplit
+from openrlhf_ebft.core.split_attention import DistinctTokens, TreeSplit
 from openrlhf_ebft.core.tree_batch import TreeBatch
 from openrlhf_ebft.models.split_attention import BatchLayout, TreeLayout
 
@@ -79,7 +79,7 @@ def forward_tree(
         dtype: dtype of additive masks.
     """
     if mode == "split":
-        return backbone(batch.input_ids, BatchLayout(TreeSplit.from_batch(batch)), batch.position_ids)
+        return _forward_split(backbone, batch)
     if spec is None:
         raise ValueError(f"attention mode {mode} needs an attention spec")
     if mode == "flex":
@@ -93,3 +93,12 @@ def forward_tree(
         mask = attention_masks(rows.allowed, rows.position_ids, spec, dtype)
     hidden = backbone(rows.input_ids, mask, rows.position_ids)
     return hidden.flatten(0, 1)[rows.source].view(*batch.input_ids.shape, -1)
+
+
+def _forward_split(backbone: Backbone, batch: TreeBatch) -> Tensor:
+    distinct = DistinctTokens.of(batch)
+    layout = BatchLayout(TreeSplit.from_batch(batch, distinct))
+    if distinct is None:
+        return backbone(batch.input_ids, layout, batch.position_ids)
+    ids, positions = (grid.gather(1, distinct.sources) for grid in (batch.input_ids, batch.position_ids))
+    return distinct.spread(backbone(ids, layout, positions))

@@ -1,5 +1,7 @@
 """Tree attention gives the numbers of ordinary causal sequences: every family, layout and padding side."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -48,9 +50,11 @@ def build(family: str, attention: str):
 
 
 def trees():
+    """Two tokens to choose from in the last one, so that samples agree at first."""
     return [
         make_tree(make_reference(9, [4], seed=1), [[3, 6, 1]], seed=2),
         make_tree(make_reference(14, [3, 7, 10], window=3, seed=3), [[4, 2], [1, 5], [3, 3]], seed=4),
+        make_tree(make_reference(11, [2, 6], window=3, seed=5), [[4, 2, 4, 3], [1, 5, 5, 4]], vocab=5, seed=6),
     ]
 
 
@@ -130,6 +134,25 @@ def test_tokens_that_a_branch_must_not_see_do_not_change_it(mode):
     assert half == model.config.num_hidden_layers
     for one, two in zip(states[:half], states[half:], strict=True):
         assert torch.equal(one, two)
+
+
+def test_samples_that_agree_so_far_are_computed_once():
+    """By hand: of (3 4 3), (3 4 4), (4 4 4), (3 4 3) behind one anchor the blocks need 3 3-4, 4 4-4."""
+    model = build("llama", "sdpa")
+    tree = make_tree(make_reference(6, [4], window=2), [[3, 3, 3, 3]])
+    tree = replace(tree, branch_tokens=torch.tensor([3, 4, 3, 3, 4, 4, 4, 4, 4, 3, 4, 3]))
+    assert tree.first_alike[6:].tolist() == [6, 7, 8, 6, 7, 11, 12, 13, 14, 6, 7, 8]
+    with torch.no_grad():
+        branches, supervised = logprobs_alone(model, tree, 0.6)
+    read, predicted = [], []
+    model.base_model.register_forward_hook(lambda _, __, out: read.append(out.last_hidden_state.shape[1]))
+    model.lm_head.register_forward_hook(lambda _, inputs, __: predicted.append(len(inputs[0])))
+    with torch.no_grad():
+        result = PolicyModel(model, "split", temperature=0.6, chunk_tokens=64)(TreeBatch.collate([tree]))
+    assert read == [6 + 2 + 2]
+    assert predicted == [2 + 1 + 2 + 2]  # for the answer at temperature 1, at the anchor, in the branches
+    torch.testing.assert_close(result.branch, branches, atol=1e-4, rtol=0)
+    torch.testing.assert_close(result.supervised, supervised, atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
