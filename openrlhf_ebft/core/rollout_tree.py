@@ -18,15 +18,6 @@ from openrlhf_ebft.core.experience import Reference, Rollout
 
 
 @dataclass(frozen=True, eq=False)
-class GroupGrid:
-    """Rows of every group, right-padded to L tokens: n completions, the ground truth last."""
-
-    indices: Tensor  # (A, n+1, L) int64 tree indices, 0 at padding
-    completion: Tensor  # (A, n+1, L) bool: tokens of the completion or of the ground-truth window
-    valid: Tensor  # (A, n+1, L) bool: those and, where asked for, the tokens of the context
-
-
-@dataclass(frozen=True, eq=False)
 class RolloutTree:
     """One reference with its completions.
 
@@ -245,20 +236,3 @@ class RolloutTree:
         anchor = int(self.reference.anchors[branch // self.num_samples])
         own = torch.nonzero(self.branch_of_token == branch).flatten() + self.num_reference_tokens
         return torch.cat([self._arange(anchor), own])
-
-    def group_grid(self, *, with_context: bool) -> GroupGrid:
-        """Where the tokens of every group lie: its completions, then its ground-truth window.
-
-        With `with_context` each row begins with the tokens before the anchor, as an ordinary causal sequence.
-        """
-        anchors, windows = self.reference.anchors, self.reference.window_lengths
-        own = torch.cat([self.branch_lengths, windows[:, None]], dim=1)  # (A, n+1)
-        context = anchors[:, None] if with_context else torch.zeros_like(anchors)[:, None]
-        column = self._arange(int((own + context).max()))  # (L,)
-        step = column - context[..., None]  # (A, 1, L), negative in the context
-        lengths = self.branch_lengths.flatten()
-        starts = (torch.cumsum(lengths, 0) - lengths).view_as(self.branch_lengths) + self.num_reference_tokens
-        first = torch.cat([starts, anchors[:, None]], dim=1)  # (A, n+1) tree index of each row's first own token
-        completion = (step >= 0) & (step < own[..., None])  # (A, n+1, L)
-        valid, indices = completion | (step < 0), torch.where(step < 0, column, first[..., None] + step)
-        return GroupGrid(indices.where(valid, 0), completion, valid)

@@ -10,8 +10,9 @@ from torch import Tensor
 from openrlhf_ebft.config.sections import FeatureConfig
 from openrlhf_ebft.core.attention import AttentionMode
 from openrlhf_ebft.core.gram import group_gram
+from openrlhf_ebft.core.group_grid import GroupGrid
 from openrlhf_ebft.core.pooling import normalize_tokens, pool_rows, poolable_mask
-from openrlhf_ebft.core.rollout_tree import GroupGrid, RolloutTree
+from openrlhf_ebft.core.rollout_tree import RolloutTree
 from openrlhf_ebft.core.tree_batch import TreeBatch, batches_by_tokens
 from openrlhf_ebft.models.feature_network import FeatureNetwork
 from openrlhf_ebft.models.split_attention import IMPLEMENTATION, require_split_attention
@@ -78,7 +79,7 @@ class TreeFeatures:
 
     def _gram(self, tree: RolloutTree, states: Tensor | None) -> Tensor:
         with_context = states is None or self.embed_method in ROW_METHODS
-        grid = tree.group_grid(with_context=with_context)
+        grid = GroupGrid.of(tree, with_context=with_context)
         anchors, rows = grid.indices.shape[:2]
         tokens = tree.token_ids[grid.indices]
         features = states[grid.indices] if states is not None else self._row_states(tokens, grid)

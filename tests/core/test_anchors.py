@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from openrlhf_ebft.core.anchors import StrideSettings, answer_anchors
+from openrlhf_ebft.core.group_grid import GroupGrid
 from openrlhf_ebft.core.rollout_tree import RolloutTree
 from openrlhf_ebft.core.split_attention import TreeSplit
 from openrlhf_ebft.core.tree_batch import TreeBatch
@@ -26,7 +27,7 @@ def test_case_b41_positions_and_targets():
     reference = make_reference(32, anchors, window=4)
     tree = make_tree(reference, [[4]] * len(anchors))
     assert tree.position_ids[32:].tolist() == [8 + 4 * b + s for b in range(6) for s in range(4)]
-    targets = [[int(i) for i in row] for row in tree.group_grid(with_context=False).indices[:, -1]]
+    targets = [[int(i) for i in row] for row in GroupGrid.of(tree, with_context=False).indices[:, -1]]
     assert targets == [list(range(a, a + 4)) for a in (8, 12, 16, 20, 24, 28)]
 
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from openrlhf_ebft.core.experience import Completion, Rollout
+from openrlhf_ebft.core.group_grid import GroupGrid
 from openrlhf_ebft.core.rollout_tree import RolloutTree
 from openrlhf_ebft.core.tree_batch import TreeBatch
 from tests.trees import make_reference, make_tree
@@ -42,11 +43,11 @@ def test_index_maps_of_ragged_branches():
 
 def test_group_grid_lists_completions_then_the_ground_truth():
     tree = make_tree(make_reference(5, [2, 3]), [[2, 1], [1, 3]])
-    grid = tree.group_grid(with_context=False)
+    grid = GroupGrid.of(tree, with_context=False)
     rows = [[grid.indices[anchor, row][grid.valid[anchor, row]].tolist() for row in range(3)] for anchor in range(2)]
     assert rows == [[[5, 6], [7], [2, 3, 4]], [[8], [9, 10, 11], [3, 4]]]
     assert torch.equal(grid.completion, grid.valid)
-    longer = tree.group_grid(with_context=True)
+    longer = GroupGrid.of(tree, with_context=True)
     for anchor in range(2):
         for sample in range(2):
             keep = longer.valid[anchor, sample]
