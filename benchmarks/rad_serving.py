@@ -2,10 +2,10 @@
 
     python benchmarks/rad_serving.py --model MODEL_FOLDER --output rad_serving.json
 
-k = 20, a random reward model of the language model's own architecture and size, N equal prompts at once. Greedy, save
-`vllm-rad-sampled`: greedy requests leave candidates unscored that cannot win, sampled ones need all scores. Every path
-runs in a process of its own; rows are added to the output file, so the table can be measured in pieces (`--path`,
-`--concurrency`) and is printed from all of them. The stateless path decodes and encodes every candidate, as
+k = 20, a random reward model of the language model's own architecture and size, N prompts of 22 tokens at once. Greedy,
+but for `vllm-rad-sampled`: a greedy request leaves candidates unscored that cannot win, a sampled one needs all scores.
+Every path runs in a process of its own; rows are added to the output file, so the table can be measured in pieces
+(`--path`, `--concurrency`) and is printed from all of them. The stateless path decodes and encodes every candidate, as
 public code does; its time is summed from measured steps at five lengths (see rad.py). The floor of a reward step is one
 forward of the reward model over N * k tokens, each a row of its own: nothing but the candidates, no prefix.
 """
@@ -29,6 +29,12 @@ from openrlhf_ebft.core.cpu_linear import PackedLinear, pack_linears
 
 PATHS = ("vllm", "vllm-rad", "vllm-rad-sampled", "generate-cached", "generate-stateless")
 CONCURRENCY = (1, 8, 32)
+
+
+def prompts_of(tokenizer, count: int) -> list[list[int]]:
+    """The prompt's tokens, turned by one place from request to request, so that the requests go different ways."""
+    ids = tokenizer(PROMPT).input_ids
+    return [ids[place % len(ids) :] + ids[: place % len(ids)] for place in range(count)]
 
 
 def start_engine(args: argparse.Namespace, folder: Path):
@@ -71,7 +77,6 @@ def run_engine(args: argparse.Namespace) -> list[dict]:
     from vllm import SamplingParams
 
     _, reward, tokenizer = build_models(args.model, "same", getattr(torch, args.dtype))
-    ids = tokenizer(PROMPT).input_ids
     clock = CLOCKS[args.clock]
     extra = {"rad_beta": BETA, "rad_top_k": TOP_K} if args.path.startswith("vllm-rad") else None
     temperature = 1.0 if args.path.endswith("sampled") else 0.0
@@ -85,7 +90,8 @@ def run_engine(args: argparse.Namespace) -> list[dict]:
         def generate(count: int, new: int) -> float:
             params = SamplingParams(temperature=temperature, max_tokens=new, ignore_eos=True, extra_args=extra)
             started = clock()
-            outputs = engine.generate([{"prompt_token_ids": ids}] * count, params, use_tqdm=False)
+            prompts = [{"prompt_token_ids": ids} for ids in prompts_of(tokenizer, count)]
+            outputs = engine.generate(prompts, params, use_tqdm=False)
             seconds = clock() - started
             assert all(len(output.outputs[0].token_ids) == new for output in outputs)
             return seconds
@@ -132,11 +138,10 @@ def run_generate(args: argparse.Namespace) -> list[dict]:
     kind = args.path.removeprefix("generate-")
     if kind == "cached":
         pack_linears(reward)  # as RAD.steer() does
-    ids = tokenizer(PROMPT, return_tensors="pt").input_ids
     clock = CLOCKS[args.clock]
     rows = []
     for count in args.concurrency:
-        prompt = ids.repeat(count, 1)
+        prompt = torch.tensor(prompts_of(tokenizer, count))
 
         def processors(prompt=prompt) -> list:
             return make_processor(kind, reward, tokenizer, prompt)

@@ -9,6 +9,7 @@ import torch
 from transformers import LlamaConfig
 
 from openrlhf_ebft.rad.cached_value import score_difference
+from openrlhf_ebft.rad.engine import candidate_groups
 from openrlhf_ebft.rad.engine.blocks import BLOCK
 from openrlhf_ebft.rad.engine.prefix import StoredPrefix
 from openrlhf_ebft.rad.engine.score_row import ScoreRow
@@ -80,12 +81,16 @@ def test_sliding_windows(name):
         step(scorer, model, requests, rng)
 
 
-@pytest.mark.parametrize(("blocks", "prefill"), [(64, 1000), (64, 7), (12, 1000), (12, 20), (3, 50)])
-def test_requests_come_and_go(blocks, prefill):
+@pytest.mark.parametrize(
+    ("blocks", "prefill", "padding"), [(64, 1000, 5000), (64, 7, 0), (12, 1000, 0), (12, 20, 5000), (3, 50, 5000)]
+)
+def test_requests_come_and_go(blocks, prefill, padding, monkeypatch):
     """100 steps of random joins (some with a shared start), departures, pauses, returns and taken-back tokens.
 
-    With 12 blocks the cache is often full and prefixes are forgotten; with 3 most rows find no room at all.
+    With 12 blocks the cache is often full and prefixes are forgotten; with 3 most rows find no room at all. Without
+    padding, rows with 2 and with 5 candidates have an attention each.
     """
+    monkeypatch.setattr(candidate_groups, "_MOST_PADDING", padding)
     model = long_llama()
     scorer = PrefixScorer(model, cache_tokens=blocks * BLOCK, prefill_tokens=prefill)
     rng = random.Random(blocks * 1000 + prefill)

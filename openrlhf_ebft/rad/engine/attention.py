@@ -68,11 +68,13 @@ def paged_attention(
         mixed = _segment_attention(forward, segment, query[:, :, segment.start : end], scale, window)
         output[:, segment.start : end] = mixed.transpose(1, 2)
     for group in forward.groups:
-        end = group.start + group.rows * group.k
-        part = slice(group.start, end)
-        output[0, part] = _group_attention(
-            forward, group, query[0, :, part] * scale, key[0, :, part], value[0, :, part], window
-        )
+        part = slice(group.start, group.start + group.size)
+        own = (query[0, :, part] * scale, key[0, :, part], value[0, :, part])
+        if group.padded is None or group.kept is None:
+            output[0, part] = _group_attention(forward, group, *own, window)
+        else:
+            padded = (states.index_select(1, group.padded) for states in own)
+            output[0, part] = _group_attention(forward, group, *padded, window)[group.kept]
     return output, None
 
 

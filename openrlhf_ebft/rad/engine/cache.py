@@ -95,20 +95,26 @@ class Segment:
 
 @dataclass(frozen=True)
 class CandidateGroup:
-    """Candidates of R requests with K candidates each.
+    """Candidates of R requests with at most K candidates each, whose attention is computed together.
 
     Attributes:
-        start: place of the first among the forward's tokens; R * K follow, row by row.
+        start, size: place of the first among the forward's tokens, and their number; row by row.
         rows, k: R and K.
         table: [R, nb] int64, blocks of every prefix, padded with block 0; nb * BLOCK exceeds every length.
         lengths: [R] int64, tokens of every prefix.
+        padded: [R * K] int64, for every candidate of K in every row its place in the group, any place where a row has
+            fewer; None when all rows have K.
+        kept: [size] int64, the places in `padded` that are real; None like `padded`.
     """
 
     start: int
+    size: int
     rows: int
     k: int
     table: torch.Tensor
     lengths: torch.Tensor
+    padded: torch.Tensor | None
+    kept: torch.Tensor | None
 
 
 @dataclass

@@ -14,10 +14,7 @@ import torch
 
 from openrlhf_ebft.rad.engine.engine_row import EngineRow
 
-# Rows with equally many candidates share their attention; scored are multiples of this.
-_TOGETHER = 2
-# The guess, as a share of the factors: what the best candidate is sure to gain, below the least of the last steps.
-_MARGIN = 0.01
+# The guess of what the best candidate gains is the least of the last steps; it rises again by this share in a step.
 _FORGET = 0.01
 # Sums in float32 round: a little more than the sum of the factors is what a shift is sure not to exceed.
 _ABOVE = 1 + 1e-6
@@ -69,9 +66,8 @@ class Group:
         most = torch.tensor([choice.most for choice in self.choices], device=self.scores.device)
         counts = (self.scores + most[:, None] >= certain[:, None]).sum(1).tolist()
         for choice, count in zip(self.choices, counts, strict=True):
-            whole = -(-max(count, 1) // _TOGETHER) * _TOGETHER
-            every = choice.most == float("inf")
-            choice.wanted = len(choice.candidates) if every else min(whole, len(choice.candidates))
+            needs_all = choice.most == float("inf")
+            choice.wanted = len(choice.candidates) if needs_all else max(count, 1)
 
 
 def most_shift(row: EngineRow) -> float:
@@ -90,7 +86,7 @@ def plan_first(groups: list[Group]) -> None:
 def _sure_gain(choice: Choice) -> float:
     """What the best candidate is believed to gain over the best logit."""
     least = choice.row.least_gain
-    return 0.0 if least is None else choice.most * max(least - _MARGIN, 0.0)
+    return 0.0 if least is None else choice.most * least
 
 
 def plan_rest(groups: list[Group]) -> list[Choice]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
-from itertools import groupby
 from typing import Any
 
 import torch
@@ -12,16 +11,14 @@ import torch
 from openrlhf_ebft.rad.cached_value import CachedRewardModelValue
 from openrlhf_ebft.rad.engine import attention
 from openrlhf_ebft.rad.engine.blocks import BLOCK, BlockPool
-from openrlhf_ebft.rad.engine.cache import CandidateGroup, Forward, PagedCache, Segment, Slots, layer_shapes
+from openrlhf_ebft.rad.engine.cache import Forward, PagedCache, Segment, Slots, layer_shapes
+from openrlhf_ebft.rad.engine.candidate_groups import candidate_groups
 from openrlhf_ebft.rad.engine.full_check import check_small_steps, check_step
 from openrlhf_ebft.rad.engine.prefix import StoredPrefix
 from openrlhf_ebft.rad.engine.score_row import ScoreRow
 from openrlhf_ebft.rad.reward_model_value import RewardModelValue, backbone_of
 from openrlhf_ebft.rad.tree_inputs import AttentionWindows
 from openrlhf_ebft.rad.values import StepContext, extract_score
-
-# Attention sees a multiple of this many blocks, so that few different shapes occur.
-_TABLE_STEP = 2
 
 
 @dataclass
@@ -213,7 +210,7 @@ class PrefixScorer:
         forward = self._prefix_forward(rows, self.prefill_tokens)
         by_k = sorted(range(len(rows)), key=lambda place: len(rows[place].candidates))
         arranged = [rows[place] for place in by_k]
-        forward.groups = self._groups(arranged, forward.new_tokens)
+        forward.groups = candidate_groups(arranged, forward.new_tokens, self.device)
         hidden = self._run(forward, arranged)
         logits = self.reward_model.score(hidden)
         self._note_places(arranged, forward)
@@ -267,22 +264,6 @@ class PrefixScorer:
         self.statistics.prefix_tokens += len(tokens)
         windowed = self.windows.window is not None
         return Forward(self.cache, slots, len(tokens), tokens, positions, segments, [], windowed)
-
-    def _groups(self, rows: list[ScoreRow], start: int) -> list[CandidateGroup]:
-        """Groups of rows with equally many candidates; rows come sorted by that number."""
-        groups = []
-        for k, members in groupby(rows, key=lambda row: len(row.candidates)):
-            same = list(members)
-            lengths = [len(row.tokens) for row in same]
-            # One slot more than the longest prefix: it stands for the candidate itself.
-            width = -(-(max(lengths) // BLOCK + 1) // _TABLE_STEP) * _TABLE_STEP
-            table = torch.zeros(len(same), width, dtype=torch.long)
-            for place, row in enumerate(same):
-                table[place, : len(row.prefix.blocks)] = torch.tensor(row.prefix.blocks, dtype=torch.long)
-            lengths_tensor = torch.tensor(lengths, device=self.device)
-            groups.append(CandidateGroup(start, len(same), k, table.to(self.device), lengths_tensor))
-            start += k * len(same)
-        return groups
 
     def _run(self, forward: Forward, rows: list[ScoreRow]) -> torch.Tensor:
         """Hidden states [N, H] of the rows' candidates; the entries of the new prefix tokens land in the cache."""
