@@ -50,7 +50,9 @@ class RADServingConfig(Section):
 class ServingEngineConfig(Section):
     """The vLLM engine of a replica."""
 
-    tensor_parallel_size: int = Field(1, ge=1, description="GPUs of one engine")
+    tensor_parallel_size: int = Field(
+        1, ge=1, description="ranks that share the language model of one engine: GPUs, or processes on CPU"
+    )
     gpu_memory_utilization: float = Field(0.8, gt=0.0, le=1.0, description="share of a GPU's memory (GPU only)")
     kv_cache_gib: float = Field(1.0, gt=0.0, description="key/value cache in GiB (CPU only)")
     max_num_seqs: int = Field(64, ge=1, description="sequences that the engine decodes at once")
@@ -92,7 +94,7 @@ class ReplicasConfig(Section):
     ongoing_requests: int = Field(64, ge=1, description="requests that one replica runs or holds at once")
     target_ongoing_requests: int = Field(16, ge=1, description="requests per replica that the autoscaler aims at")
     cpus: float = Field(1.0, gt=0.0, description="CPUs that Ray sets aside for a replica")
-    threads: int = Field(0, ge=0, description="compute threads of a replica; 0: all cores of the machine")
+    threads: int = Field(0, ge=0, description="compute threads of a rank; 0: its share of the machine's cores")
     drain_s: float = Field(120.0, gt=0.0, description="limit for running requests to finish at shutdown, in seconds")
     start_s: float = Field(600.0, gt=0.0, description="limit for a replica to load its models, in seconds")
 

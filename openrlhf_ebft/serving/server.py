@@ -189,7 +189,7 @@ def _replica_environment(config: ServingConfig, cores: int) -> dict[str, str]:
     function for 13 s.
     """
     return {
-        "OMP_NUM_THREADS": str(config.replicas.threads or cores),
+        "OMP_NUM_THREADS": str(config.replicas.threads or max(cores // config.engine.tensor_parallel_size, 1)),
         "OMP_WAIT_POLICY": "PASSIVE",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "TOKENIZERS_PARALLELISM": "false",
