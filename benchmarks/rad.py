@@ -4,7 +4,8 @@
 
 The language model is MODEL_FOLDER (weights do not matter for speed). The reward model is a random classifier of the
 same architecture: of the same size (`same`), or with a quarter of the transformer blocks (`quarter`). Every (path,
-reward model) pair runs in a process of its own, so that its peak memory is its own. The stateless path is what public
+reward model) pair runs in a process of its own, so that its peak memory is its own. `best_only` is the cached path told
+that decoding is greedy: candidates that cannot win are not scored. The stateless path is what public
 code does: decode prefix + candidate, encode it again, run the reward model on each full text. Its time is summed from
 measured steps at five lengths by the trapezoid rule (a full run at batch 8 takes a quarter of an hour on two cores);
 `--full-stateless` generates every token instead. `--clock process` counts the process's CPU seconds, which on a machine
@@ -33,6 +34,7 @@ CELLS = ((1, 32), (1, 128), (8, 32), (8, 128))  # (batch, new tokens)
 TOP_K = 20
 BETA = 10.0
 CLOCKS = {"wall": time.perf_counter, "process": time.process_time}
+PATHS = ("plain", "cached", "best_only", "stateless")
 SETTINGS = {"do_sample": False, "eos_token_id": None, "top_k": None}
 
 
@@ -55,7 +57,7 @@ def make_processor(path: str, reward, tokenizer, prompt: torch.Tensor) -> list:
         return []
     value = (
         CachedRewardModelValue(reward, tokenizer, score_transform="sigmoid")
-        if path == "cached"
+        if path in ("cached", "best_only")
         else RewardModelValue(reward, tokenizer, score_transform="sigmoid", shared_vocab=False)
     )
     return [
@@ -67,6 +69,7 @@ def make_processor(path: str, reward, tokenizer, prompt: torch.Tensor) -> list:
             lm_tokenizer=tokenizer,
             prompt_ids=prompt,
             attention_mask=torch.ones_like(prompt),
+            best_only=path == "best_only",
         )
     ]
 
@@ -107,7 +110,7 @@ def stateless_by_steps(lm, processor, prompt: torch.Tensor, new_tokens: int, clo
 def run_path(args: argparse.Namespace) -> list[dict]:
     """All cells of one path and reward model, smallest first; peak memory is that of the process so far."""
     lm, reward, tokenizer = build_models(args.model, args.reward, getattr(torch, args.dtype))
-    if args.path == "cached":
+    if args.path in ("cached", "best_only"):
         pack_linears(reward)  # as RAD.steer() does
     ids = tokenizer(PROMPT, return_tensors="pt").input_ids
     rows = []
@@ -143,25 +146,24 @@ def run_path(args: argparse.Namespace) -> list[dict]:
 
 
 def print_table(rows: list[dict]) -> None:
-    """A Markdown table: times, and the ratios of the cached path."""
+    """A Markdown table: speeds, and the ratios of the cached path, with and without candidates that cannot win."""
     by_key = {(r["path"], r["reward"], r["batch"], r["new_tokens"]): r for r in rows}
-    print(
-        "| reward model | batch | new tokens | plain tok/s | cached tok/s | stateless tok/s | cached / stateless |",
-        end="",
-    )
-    print(" time: cached / plain | peak MiB plain, cached, stateless |")
-    print("|---|---|---|---|---|---|---|---|---|")
+    speeds = " | ".join(f"{path} tok/s" for path in PATHS)
+    print(f"| reward model | batch | new tokens | {speeds} | cached / stateless | time: cached / plain |", end="")
+    print(f" time: best_only / plain | peak MiB {', '.join(PATHS)} |")
+    print("|---" * 11 + "|")
     for size in ("same", "quarter"):
         for batch, new in CELLS:
-            cells = [by_key.get((path, size, batch, new)) for path in ("plain", "cached", "stateless")]
+            cells = [by_key.get((path, size, batch, new)) for path in PATHS]
             if None in cells:
                 continue
-            plain, cached, stateless = cells
+            plain, cached, best_only, stateless = cells
             speeds = " | ".join(f"{cell['tokens_per_s']:.3g}" for cell in cells)
             peaks = ", ".join(f"{cell['peak_mib']:.0f}" for cell in cells)
             print(
                 f"| {size} | {batch} | {new} | {speeds} | {stateless['seconds'] / cached['seconds']:.1f}x "
-                f"| {cached['seconds'] / plain['seconds']:.2f}x | {peaks} |"
+                f"| {cached['seconds'] / plain['seconds']:.2f}x | {best_only['seconds'] / plain['seconds']:.2f}x "
+                f"| {peaks} |"
             )
 
 
@@ -173,7 +175,7 @@ def main() -> None:
     parser.add_argument("--clock", choices=sorted(CLOCKS), default="wall", help="what a second is")
     parser.add_argument("--full-stateless", action="store_true", help="generate every token on the stateless path")
     parser.add_argument("--output", help="JSON file for the rows")
-    parser.add_argument("--path", choices=("plain", "cached", "stateless"), help="one path only, in this process")
+    parser.add_argument("--path", choices=PATHS, help="one path only, in this process")
     parser.add_argument("--reward", choices=("same", "quarter"), help="one reward model only")
     args = parser.parse_args()
     if args.path and args.reward:
@@ -181,7 +183,7 @@ def main() -> None:
         return
     rows = []
     for reward in [args.reward] if args.reward else ["same", "quarter"]:
-        for path in [args.path] if args.path else ["plain", "cached", "stateless"]:
+        for path in [args.path] if args.path else PATHS:
             command = [sys.executable, __file__, "--model", args.model, "--dtype", args.dtype, "--path", path]
             command += ["--reward", reward, "--repeats", str(args.repeats), "--clock", args.clock]
             command += ["--full-stateless"] if args.full_stateless else []

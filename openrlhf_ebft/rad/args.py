@@ -24,6 +24,7 @@ class RADArgs:
         efficient: keep the reward model's keys and values across steps where that is possible.
         include_in_scoring: apply the shift in `compute_logprobs` too.
         verify: check every cached score against a full forward pass (slow; for debugging).
+        best_only: generation is greedy, so candidates that cannot win need no score; see :class:`ValueGuidedProcessor`.
     """
 
     beta: float
@@ -36,6 +37,7 @@ class RADArgs:
     efficient: bool = True
     include_in_scoring: bool = True
     verify: bool = False
+    best_only: bool = False
 
     def __post_init__(self) -> None:
         if isinstance(self.beta, bool) or not isinstance(self.beta, (int, float)):
@@ -51,7 +53,7 @@ class RADArgs:
         if self.score_transform not in SCORE_TRANSFORMS:
             known = ", ".join(SCORE_TRANSFORMS)
             raise ValueError(f"score_transform must be one of {known}, got {self.score_transform!r}")
-        for name in ("invert", "efficient", "include_in_scoring", "verify"):
+        for name in ("invert", "efficient", "include_in_scoring", "verify", "best_only"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
 

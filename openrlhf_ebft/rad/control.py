@@ -59,6 +59,7 @@ class RAD:
     top_k: int
     invert: bool
     include_in_scoring: bool
+    best_only: bool
     reward_model_kwargs: dict[str, Any]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -136,6 +137,7 @@ class RAD:
                 prompt_ids=input_ids,
                 attention_mask=attention_mask,
                 trace=(runtime_kwargs or {}).get("value_trace"),
+                best_only=self.best_only,
             )
         ]
 
@@ -157,7 +159,9 @@ class RAD:
         """
         processor = None
         if self.include_in_scoring:
-            processor = self.get_logits_processors(input_ids, runtime_kwargs, attention_mask=attention_mask)[0]
+            every = copy.copy(self)
+            every.best_only = False  # a text's probability takes all candidates
+            processor = every.get_logits_processors(input_ids, runtime_kwargs, attention_mask=attention_mask)[0]
         return continuation_logprobs(
             model, input_ids, continuation_ids, processor=processor, attention_mask=attention_mask
         )

@@ -9,6 +9,7 @@ import torch
 from transformers import LogitsProcessor
 
 from openrlhf_ebft.rad.candidates import check_policy, select_candidates
+from openrlhf_ebft.rad.contenders import Contenders
 from openrlhf_ebft.rad.prompt_mask import PromptMask
 from openrlhf_ebft.rad.values import BaseCandidateValue, CandidateValue, StepContext
 
@@ -58,10 +59,13 @@ class ValueGuidedProcessor(LogitsProcessor):
         model: handed to the value.
         prompt_ids, attention_mask: [rows, P], the prompt and its mask; see :class:`PromptMask`.
         trace: list that receives one :class:`ValueStepRecord` per call, or None.
+        best_only: the caller takes the best token of every row and looks at no other (greedy decoding, without
+            penalties or other processors behind this one). Candidates that cannot win are then not scored and come out
+            at -inf; the best token is the same. Only with `clamp`, whose bound is known; float32 scores; no trace.
 
     Raises:
-        ValueError: unknown policy or normalisation, impossible k, p or mask; at a step: a value of the wrong shape, or
-            NaN for a candidate (the message names step, row and token).
+        ValueError: unknown policy or normalisation, impossible k, p or mask, `best_only` without `clamp`; at a step: a
+            value of the wrong shape, or NaN for a candidate (the message names step, row and token).
     """
 
     value: CandidateValue
@@ -79,11 +83,15 @@ class ValueGuidedProcessor(LogitsProcessor):
     prompt_ids: torch.Tensor | None = None
     attention_mask: torch.Tensor | None = None
     trace: list[ValueStepRecord] | None = None
+    best_only: bool = False
 
     def __post_init__(self) -> None:
         check_policy(self.policy, self.k, self.p, self.max_candidates)
         if self.normalize not in NORMALIZATIONS:
             raise ValueError(f"normalize must be one of {', '.join(NORMALIZATIONS)}, got {self.normalize!r}")
+        if self.best_only and self.normalize != "clamp":
+            raise ValueError(f"best_only needs normalize='clamp', which bounds the shift, not {self.normalize!r}")
+        self._contenders = Contenders(self.beta) if self.best_only and self.beta > 0 else None
         if isinstance(self.value, BaseCandidateValue):
             self.value = self.value.for_call()
         pad = None if self.lm_tokenizer is None else self.lm_tokenizer.pad_token_id
@@ -93,10 +101,11 @@ class ValueGuidedProcessor(LogitsProcessor):
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         """Shifted scores [B, V] from the prefix [B, T] int64 and the incoming scores [B, V]."""
         ids, valid = self._select(scores)
+        if self._contenders is not None and self.trace is None and scores.dtype == torch.float32:
+            ids, valid, normalized = self._score_contenders(self._contenders, input_ids, scores, ids, valid)
+            return self._shift(scores, ids, normalized, valid)
         values = self._score(input_ids, ids, valid)
-        normalized = normalize_values(values, valid, self.normalize)
-        if self.invert:
-            normalized = 1 - normalized
+        normalized = self._normalize(values, valid)
         if self.trace is not None:
             self.trace.append(self._record(input_ids, scores, ids, values, normalized, valid))
         return self._shift(scores, ids, normalized, valid)
@@ -106,6 +115,32 @@ class ValueGuidedProcessor(LogitsProcessor):
         if limit is not None:
             scores = scores[:, :limit]
         return select_candidates(scores, self.policy, k=self.k, p=self.p, max_candidates=self.max_candidates)
+
+    def _normalize(self, values: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
+        normalized = normalize_values(values, valid, self.normalize)
+        return 1 - normalized if self.invert else normalized
+
+    def _score_contenders(
+        self,
+        contenders: Contenders,
+        input_ids: torch.Tensor,
+        scores: torch.Tensor,
+        ids: torch.Tensor,
+        valid: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Candidates that may win, which of them are valid, and their normalised values: [B, K'] each."""
+        incoming = scores.gather(1, ids)
+        count = contenders.guess(incoming)
+        values = self._score(input_ids, ids[:, :count], valid[:, :count])
+        normalized = self._normalize(values, valid[:, :count])
+        best = (incoming[:, :count] + self.beta * normalized).amax(1)
+        needed = contenders.needed(incoming, best)
+        if needed > count:
+            rest = slice(count, needed)
+            more = self._score(input_ids, ids[:, rest], valid[:, rest])
+            normalized = torch.cat([normalized, self._normalize(more, valid[:, rest])], dim=1)
+        scored = normalized.size(1)
+        return ids[:, :scored], valid[:, :scored], normalized
 
     def _score(self, input_ids: torch.Tensor, ids: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
         context = StepContext(

@@ -69,6 +69,18 @@ def test_every_decoding_mode_on_left_padded_batches(name, tmp_path, lm, tokenize
         assert len(trace) >= out.size(1) - PROMPTS.size(1)
 
 
+@pytest.mark.parametrize("efficient", [True, False])
+def test_greedy_texts_are_the_same_when_losing_candidates_are_not_scored(efficient, llama_reward, lm, tokenizer):
+    """With few and with all candidates scored; verify=True compares every score that was needed."""
+    for beta in (0.3, 8.0):
+        arguments = {"beta": beta, "top_k": 20, "efficient": efficient, "verify": efficient}
+        rads = [steered(llama_reward, lm, tokenizer, best_only=flag, **arguments) for flag in (False, True)]
+        whole, best = (generate(rad, lm, max_new_tokens=12) for rad in rads)
+        assert torch.equal(whole, best)
+    probabilities = [rad.compute_logprobs(lm, PROMPTS, whole[:, -3:], attention_mask=MASK) for rad in rads]
+    torch.testing.assert_close(*probabilities)
+
+
 @pytest.mark.parametrize("do_sample", [False, True])
 def test_cached_and_stateless_generate_the_same(do_sample, llama_reward, lm, tokenizer):
     outputs = []

@@ -187,3 +187,37 @@ class TestPromptMask:
     def test_rewound_into_the_prompt(self):
         mask = PromptMask(self.PROMPTS, self.MASK, 1, 2)
         assert mask.for_prefix(torch.tensor([[1, 1], [1, 6]])).tolist() == [[0, 0], [0, 1]]
+
+
+@pytest.mark.parametrize("invert", [False, True])
+@pytest.mark.parametrize("beta", [0.0, 0.5, 3.0, 40.0])
+def test_best_only_finds_the_same_tokens_with_fewer_scores(beta, invert):
+    """Against all candidates scored, over many steps of three rows; what is left out could not have won."""
+    generator = torch.Generator().manual_seed(0)
+    scored = 0
+    table = torch.rand(3, 60, generator=generator) * 2 - 0.5
+    value = TableValue(table)
+    settings = {"k": 20, "beta": beta, "normalize": "clamp", "invert": invert}
+    whole, best = (ValueGuidedProcessor(value, best_only=flag, **settings) for flag in (False, True))
+    for step in range(40):
+        scores = torch.randn(3, 60, generator=generator) * 2
+        if step == 7:
+            scores[1, 5:] = float("-inf")
+        all_shifted = whole(PREFIX.repeat(3, 1), scores)
+        before = len(best.value.seen)
+        shifted = best(PREFIX.repeat(3, 1), scores)
+        scored += sum(context.candidate_ids.size(1) for context in best.value.seen[before:])
+        assert torch.equal(shifted.argmax(-1), all_shifted.argmax(-1))
+        kept = shifted > float("-inf")
+        assert torch.equal(shifted[kept], all_shifted[kept])
+    assert scored <= {0.0: 800, 0.5: 400, 3.0: 790, 40.0: 800}[beta]
+
+
+def test_best_only_scores_all_where_more_than_the_best_is_looked_at():
+    scores = torch.arange(30.0, 0, -1).repeat(2, 1)
+    value = TableValue(torch.rand(2, 30))
+    for options, dtype in (({"trace": []}, torch.float32), ({}, torch.bfloat16)):
+        processor = ValueGuidedProcessor(value, k=10, beta=1.0, normalize="clamp", best_only=True, **options)
+        assert int((processor(PREFIX.repeat(2, 1), scores.to(dtype)) > float("-inf")).sum()) == 2 * 10
+    with pytest.raises(ValueError, match="best_only needs normalize='clamp'"):
+        ValueGuidedProcessor(value, k=10, normalize="minmax", best_only=True)
