@@ -165,7 +165,10 @@ def test_rayservice(tmp_path):
     config = load_serving_config(server, ())
     assert config.http.api_keys_env == "RAD_API_KEYS"
     head = spec["rayClusterConfig"]["headGroupSpec"]["template"]["spec"]["containers"][0]
-    assert {"RAD_API_KEYS", "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"} == {entry["name"] for entry in head["env"]}
+    from openrlhf_ebft.serving.server import proxy_environment
+
+    given = {entry["name"]: entry.get("value") for entry in head["env"]}
+    assert given == {"RAD_API_KEYS": None} | proxy_environment()
     assert any(node.cpus >= config.replicas.cpus and node.gpus >= config.engine.tensor_parallel_size for node in nodes)
 
 
