@@ -84,7 +84,7 @@ class TreeFeatures:
         tokens = tree.token_ids[grid.indices]
         features = states[grid.indices] if states is not None else self._row_states(tokens, grid)
         features = normalize_tokens(features.float(), self.network.num_taps, self.config.normalize)
-        own = poolable_mask(tokens.flatten(0, 1), grid.completion.flatten(0, 1), self.special_ids)
+        own = pooled = poolable_mask(tokens.flatten(0, 1), grid.completion.flatten(0, 1), self.special_ids)
         mask = own
         if self.embed_method in ROW_METHODS:
             mask = own | (grid.valid & ~grid.completion).flatten(0, 1)
@@ -93,6 +93,8 @@ class TreeFeatures:
             features, mask = _window_states(features, grid.completion.flatten(0, 1), own)
             own = mask
         embeddings = pool_rows(features, mask, own, self.embed_method).view(anchors, rows, -1)
+        first = _first_equal(tokens.masked_fill(~grid.completion, -1), pooled.view_as(tokens))
+        embeddings = embeddings.gather(1, first[..., None].expand_as(embeddings))
         return group_gram(embeddings[:, :-1], embeddings[:, -1]).cpu()
 
     def _row_states(self, tokens: Tensor, grid: GroupGrid) -> Tensor:
@@ -104,6 +106,24 @@ class TreeFeatures:
             for rows in batches_by_tokens([flat.shape[1]] * len(flat), self.config.max_tokens_per_batch)
         ]
         return torch.cat(parts).view(*tokens.shape, -1)
+
+
+def _first_equal(tokens: Tensor, pooled: Tensor) -> Tensor:
+    """The first row of its group that each row equals up to the last token that is pooled: (A, R) int64.
+
+    Kernels add up in another order wherever a row lies, and whitening blows such rounding up to full size: without one
+    embedding for all of them, equal completions would get different rewards, and count as diverse.
+
+    Args:
+        tokens: (A, R, L) int64, -1 at context and padding.
+        pooled: (A, R, L) bool.
+    """
+    upto_last = pooled.flip(-1).cumsum(-1).flip(-1) > 0
+    numbers = []
+    for group in tokens.masked_fill(~upto_last, -1).tolist():
+        seen: dict[tuple[int, ...], int] = {}
+        numbers.append([seen.setdefault(tuple(row), number) for number, row in enumerate(group)])
+    return torch.tensor(numbers, device=tokens.device)
 
 
 def _window_states(features: Tensor, completion: Tensor, poolable: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,10 +1,13 @@
 """Features over trees equal a plain pass over every completion alone, for every pooling and layout."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 from openrlhf_ebft.config.sections import FeatureConfig
+from openrlhf_ebft.core.rewards import compute_rewards
 from openrlhf_ebft.core.rollout_tree import RolloutTree
 from openrlhf_ebft.models.feature_network import load_feature_network
 from openrlhf_ebft.models.tree_features import TreeFeatures
@@ -78,6 +81,25 @@ def test_grams_equal_every_completion_alone(tmp_path, family, mode, method):
             for anchor in range(tree.num_anchors):
                 expected = plain_gram(model, (1, 2), tree, anchor, method)
                 torch.testing.assert_close(gram[anchor], expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("method", ["last_token", "completion_mean", "concat_tokens"])
+def test_case_b60_equal_completions_do_not_differ_by_rounding(tmp_path, method):
+    """Whitening would blow up what bfloat16 leaves between copies: other rewards for each, and all of them diverse."""
+    tiny_llama(tmp_path)
+    network = load_feature_network(str(tmp_path), (0.5, 1.0), torch.bfloat16)
+    features = TreeFeatures(network, FeatureConfig(embed_method=method), special_ids={EOS_ID}, mode="sdpa")
+    tree = make_tree(make_reference(60, [30], window=8, seed=1), [[8, 8, 8, 8, 8, 8, 9, 8]], seed=2)
+    text = tree.branch_tokens[:8]
+    stopped = torch.cat([text, torch.tensor([EOS_ID])])  # EOS is not pooled
+    truth = tree.reference.token_ids[30:38]
+    (gram,) = features.group_grams([replace(tree, branch_tokens=torch.cat([text.repeat(6), stopped, truth]))])
+    copies = gram[0, :7]
+    torch.testing.assert_close(copies, copies[:1].expand_as(copies), atol=1e-14, rtol=1e-14)
+    torch.testing.assert_close(gram[0, 7], gram[0, 8], atol=1e-14, rtol=1e-14)
+    rewards = compute_rewards(gram)
+    torch.testing.assert_close(rewards.alignment[0], torch.tensor([0.0] * 7 + [1.0]).double(), atol=1e-6, rtol=0)
+    torch.testing.assert_close(rewards.reward[0, :7], rewards.reward[0, :1].expand(7), atol=1e-9, rtol=0)
 
 
 def test_batches_of_any_size_give_the_same_grams(tmp_path):
