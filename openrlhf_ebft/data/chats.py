@@ -15,6 +15,9 @@ from openrlhf_ebft.data.errors import RowFault, check_text, kind_of
 Message = dict[str, str]
 """`role` and `content`."""
 
+# What a template's own expressions raise.
+_TEMPLATE_FAULTS = (jinja2.TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
+
 
 @dataclass(frozen=True)
 class Turn:
@@ -80,8 +83,9 @@ def render(messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase) -> s
     """The prompt that a chat template makes of `messages`. Raises RowFault when it refuses them or makes no text."""
     try:
         rendered = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
-    except jinja2.TemplateError as error:
-        raise RowFault("refused by the chat template", f"the chat template refuses this chat: {error}") from None
+    except _TEMPLATE_FAULTS as error:
+        kind = "" if isinstance(error, jinja2.TemplateError) else f"{type(error).__name__}: "
+        raise RowFault("refused by the chat template", f"the chat template refuses this chat: {kind}{error}") from None
     return check_text(str(rendered), "the rendered chat", "prompt")
 
 

@@ -105,11 +105,13 @@ def row_text(row: Row, column: str, role: str) -> str:
 
 
 def _require_template(config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> None:
-    if tokenizer.chat_template is not None:
+    template = tokenizer.chat_template
+    if template is not None and (isinstance(template, str) or "default" in template):
         return
     cause = "data.apply_chat_template" if config.apply_chat_template else "data.messages_column"
     off = "false" if config.apply_chat_template else "null"
     raise DataError(
-        f"tokenizer {tokenizer.name_or_path!r} has no chat template, but {cause} needs one: "
+        f"tokenizer {tokenizer.name_or_path!r} has no {'' if template is None else 'default '}chat template, but "
+        f"{cause} needs one: "
         f"set data.chat_template to a Jinja file, or {cause} to {off} for plain text"
     )

@@ -244,6 +244,26 @@ def test_template_that_refuses_a_chat(tmp_path, write_rows, make_config):
 
 
 @pytest.mark.parametrize(
+    ("template", "words"),
+    [
+        ("{{ 1 + messages[0]['content'] }}", "TypeError: unsupported operand"),
+        ("{{ 1 // 0 }}", "ZeroDivisionError: "),
+    ],
+)
+def test_case_b16_template_that_fails_is_a_fault_of_the_row(tmp_path, write_rows, make_config, template, words):
+    tokenizer = tiny_byte_tokenizer(tmp_path / "t", chat_template=template)
+    with pytest.raises(DataError, match=rf":1: the chat template refuses this chat: {words}"):
+        load_data(make_config(write_rows([{"messages": CHAT}]), messages_column="messages"), tokenizer)
+
+
+def test_case_b16_several_templates_without_a_default(tmp_path, write_rows, make_config):
+    tokenizer = tiny_byte_tokenizer(tmp_path / "t")
+    tokenizer.chat_template = {"tool_use": CHAT_TEMPLATE}
+    with pytest.raises(DataError, match="has no default chat template, but data.apply_chat_template needs one"):
+        load_data(make_config(write_rows([GOOD]), apply_chat_template=True), tokenizer)
+
+
+@pytest.mark.parametrize(
     ("rows", "data", "off"),
     [
         ([{"messages": CHAT}], {"messages_column": "messages"}, "data.messages_column to null"),
