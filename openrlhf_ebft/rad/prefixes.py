@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from openrlhf_ebft.core.positions import position_limit
+
 # Tokenizers without a limit report a huge number instead.
 _NO_LIMIT = 10**6
 
@@ -45,11 +47,8 @@ def check_known_ids(ids: torch.Tensor, embedding_rows: int, what: str) -> None:
 
 def reward_model_limit(reward_model: nn.Module, tokenizer: Any = None) -> int | None:
     """How many tokens the reward model reads at most (position table, configuration, tokenizer), or None."""
-    limits = []
-    config = reward_model.config.get_text_config()
-    configured = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
-    if configured:
-        limits.append(int(configured))
+    configured = position_limit(reward_model.config.get_text_config())
+    limits = [] if configured is None else [configured]
     for name, module in reward_model.named_modules():
         # RoBERTa-like tables number positions from padding_idx + 1 on, so the first rows hold no position.
         if name.endswith("position_embeddings") and isinstance(module, nn.Embedding) and module.padding_idx is not None:

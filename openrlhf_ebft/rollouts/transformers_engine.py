@@ -9,6 +9,7 @@ import torch
 
 from openrlhf_ebft.config.sections import RolloutConfig
 from openrlhf_ebft.core.experience import Rollout, RolloutRequest, SamplingSettings
+from openrlhf_ebft.core.positions import position_limit
 from openrlhf_ebft.distributed.device import local_device, set_compute_threads
 from openrlhf_ebft.distributed.weight_sync import (
     ExpectedWeights,
@@ -65,8 +66,8 @@ class TransformersRolloutEngine:
         self._model = loaded.to(local_device()).eval()
         text_config = self._model.config.get_text_config()
         self._vocab_size: int = text_config.vocab_size
-        positions = text_config.max_position_embeddings
-        if max_model_len > positions:
+        positions = position_limit(text_config)
+        if positions is not None and max_model_len > positions:
             raise ValueError(f"max_model_len={max_model_len} is more than the {positions} positions of {model_path}")
         check_token_ids(sampling.stop_token_ids, self._vocab_size, "stop_token_ids")
         self._is_split = takes_split_attention(self._model)

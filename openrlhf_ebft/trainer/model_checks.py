@@ -13,6 +13,7 @@ from transformers import AutoConfig
 from openrlhf_ebft.config.errors import UserError
 from openrlhf_ebft.config.sections import EBFTConfig
 from openrlhf_ebft.core.experience import Reference
+from openrlhf_ebft.core.positions import position_limit
 from openrlhf_ebft.core.turns import longest_own_history
 from openrlhf_ebft.models.loading import causal_lm_arguments
 from openrlhf_ebft.models.lora import check_targets
@@ -52,6 +53,12 @@ def check_sizes(config: EBFTConfig, models: dict[str, Any], references: Sequence
     if limit is not None and limit < needed:
         raise UserError(
             f"rollout.max_model_len = {limit}, but the data needs {needed}: set it to {needed} or more, or leave it out"
+        )
+    positions = position_limit(models["model.path"])
+    if limit is not None and positions is not None and limit > positions:
+        raise UserError(
+            f"rollout.max_model_len = {limit}, but model.path = {config.model.path} has {positions} positions: set it "
+            f"to {positions} or less, or leave it out"
         )
     return limit or needed
 
@@ -101,7 +108,7 @@ def _check_weights(key: str, folder: Path) -> None:
 
 def _check_size(config: EBFTConfig, key: str, model: Any, needed: int, largest_id: int) -> None:
     what = f"{key} = {config.model.path if key == 'model.path' else config.features.path}"
-    positions = getattr(model, "max_position_embeddings", None)  # models without positions have no such limit
+    positions = position_limit(model)  # models without positions have no such limit
     data = config.data
     if positions is not None and needed > positions:
         keys = f"data.sequence_length = {data.sequence_length}"
@@ -110,8 +117,10 @@ def _check_size(config: EBFTConfig, key: str, model: Any, needed: int, largest_i
                 f"data.max_prompt_tokens = {data.max_prompt_tokens}, data.max_ground_truth_tokens = "
                 f"{data.max_ground_truth_tokens} or rollout.max_new_tokens = {config.rollout.max_new_tokens}"
             )
+        table = getattr(model, "max_position_embeddings", None)
+        kept = "" if positions == table else f" up to which its longrope turns all tokens alike (of {table})"
         raise UserError(
-            f"the data needs sequences of {needed} tokens, but {what} has {positions} positions: lower {keys}"
+            f"the data needs sequences of {needed} tokens, but {what} has {positions} positions{kept}: lower {keys}"
         )
     if largest_id >= model.vocab_size:
         tokenizer = config.model.tokenizer or config.model.path

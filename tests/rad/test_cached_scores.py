@@ -202,6 +202,23 @@ def test_prompts_beyond_the_position_table(name):
     torch.testing.assert_close(got, value.score(kept))
 
 
+def test_longrope_is_not_read_beyond_the_length_that_changes_all_positions():
+    """Beyond it a score would depend on its neighbours in the batch (B62), and on when its keys were made (B18)."""
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [3.0, 5.0, 7.0, 9.0]}
+    config = configs()["llama"]
+    config.rope_parameters = {**rope, "original_max_position_embeddings": 16, "factor": 4.0}
+    model = make_classifier(config)
+    cached, stateless = CachedRewardModelValue(model), RewardModelValue(model)
+    assert cached.max_length == stateless.max_length == 16
+    row = list(range(3, 16))
+    for token in range(20, 25):
+        context = StepContext(torch.tensor([row]), torch.tensor([[token, 20]]))
+        want = torch.tensor([[by_hand(model, row[-15:], token), by_hand(model, row[-15:], 20)]])
+        assert score_difference(cached.score(context), want) <= TOLERANCE
+        assert score_difference(stateless.score(context), want) <= TOLERANCE
+        row.append(token)
+
+
 def test_two_threads_on_one_value():
     """Alternating callers on ONE value are slow but right; copies do not meet at all."""
     model = make_classifier(configs()["llama"])

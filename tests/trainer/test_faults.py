@@ -236,8 +236,19 @@ def test_a_tracker_whose_package_is_missing(folder, capsys):
     check_refused(folder, code, output, "logging.wandb_project = x", "pip install wandb")
 
 
-def test_data_longer_than_the_models_positions(folder, capsys):
-    edit_json("config.json", max_position_embeddings=16)(folder)
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "short_factor": [1.0] * 16,
+    "long_factor": [4.0] * 16,
+    "factor": 32.0,
+    "original_max_position_embeddings": 16,
+}
+
+
+@pytest.mark.parametrize("changes", [{"max_position_embeddings": 16}, {"rope_parameters": LONGROPE}])
+def test_data_longer_than_the_models_positions(folder, capsys, changes):
+    edit_json("config.json", **changes)(folder)
     code, output = train(folder, capsys)
     check_refused(folder, code, output, "16 positions", "data.max_prompt_tokens", "rollout.max_new_tokens")
 
