@@ -11,14 +11,12 @@ from __future__ import annotations
 import argparse
 import os
 import random
-import re
 import resource
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -27,8 +25,8 @@ from typing import Any
 from safetensors.torch import load_file
 
 from openrlhf_ebft.trainer.console import aligned
+from scripts.chaos_run import LIMIT_S, Outcome, Run
 from tests.cluster.ray_nodes import Cluster, new_cluster
-from tests.processes import ROOT
 from tests.trainer import runs, victims
 
 SETTINGS: dict[str, Any] = {
@@ -38,89 +36,6 @@ SETTINGS: dict[str, Any] = {
     "recovery": {"max_restarts": 8, "backoff_s": 0.5, "heartbeat_s": 5.0},
     "placement": {"schedule_timeout_s": 90.0},
 }
-LIMIT_S = 300.0
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """One line of the table."""
-
-    when: str
-    recovered_s: float | None
-    lost: str
-    good: bool = True
-
-
-@dataclass
-class Run:
-    """One `openrlhf-ebft train` with its output in a file."""
-
-    folder: Path
-    name: str
-    arguments: tuple[str, ...]
-    environment: dict[str, str]
-    cluster: Cluster | None
-    process: subprocess.Popen[str] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.log = self.folder / f"{self.name}.log"
-        self.start()
-
-    def start(self) -> None:
-        with self.log.open("a") as output:
-            command = [sys.executable, "-m", "openrlhf_ebft.cli.main", "train", *self.arguments]
-            self.process = subprocess.Popen(
-                command, cwd=ROOT, env=self.environment, stdout=output, stderr=output, text=True, start_new_session=True
-            )
-
-    @property
-    def path(self) -> Path:
-        return self.folder / "runs" / self.name
-
-    @property
-    def output(self) -> str:
-        return self.log.read_text()
-
-    def steps(self) -> int:
-        """Steps completed so far."""
-        metrics = self.path / "metrics.jsonl"
-        return max([0, *map(int, re.findall(r'"step": (\d+)', metrics.read_text()))]) if metrics.exists() else 0
-
-    def wait_until(self, condition: Callable[[], bool], what: str) -> None:
-        """Raises AssertionError when the condition does not come true while the run lives and the limit lasts."""
-        end = time.monotonic() + LIMIT_S
-        while not condition():
-            assert self.process.poll() is None, f"{what}: the run has ended\n{self.output[-3000:]}"
-            assert time.monotonic() < end, f"{what}: not within {LIMIT_S} s\n{self.output[-3000:]}"
-            time.sleep(0.02)
-
-    def reach(self, step: int) -> None:
-        """Waits for a step and for a random moment of the next one."""
-        self.wait_until(lambda: self.steps() >= step, f"step {step}")
-        time.sleep(random.uniform(0, 0.6))
-
-    def seconds_until(self, text: str, count: int = 1) -> float:
-        """Time until the output holds `text` for the `count`-th time."""
-        start = time.monotonic()
-        self.wait_until(lambda: self.output.count(text) >= count, text)
-        return time.monotonic() - start
-
-    def redone(self) -> str:
-        """What the driver says about work that was lost with the trainer."""
-        return f"{re.findall(r'([0-9]+) completed steps are done again', self.output)[-1]} steps"
-
-    def restart(self) -> Outcome:
-        """Gives the command of a run whose driver is dead once more."""
-        done = self.steps()
-        self.start()
-        seconds = self.seconds_until("resumed after step ")
-        resumed = int(re.findall(r"resumed after step (\d+)", self.output)[-1])
-        return Outcome(f"step {done + 1}", seconds, f"{done - resumed} steps")
-
-    def kill(self) -> None:
-        """Kills the driver; its actors end by themselves, on a local Ray with the whole cluster."""
-        self.process.kill()
-        self.process.wait()
 
 
 def kill_engine(run: Run) -> Outcome:
@@ -224,14 +139,27 @@ def spend_budget(run: Run) -> Outcome:
     return Outcome("step 4 on", None, f"run ended, exit code {code}", good)
 
 
+def break_features(run: Run) -> Outcome:
+    """A token that some rows hold is infinite in the feature network: steps that meet it change nothing."""
+    code = run.process.wait(LIMIT_S)
+    steps = [record for record in runs.read_metrics(run.folder, run.name) if record["phase"] == "ebft"]
+    skipped = [record for record in steps if not record["applied"]]
+    versions = [record["rollout/weight_version"] for record in steps]
+    applied = [record["applied"] for record in steps]
+    unchanged = versions == [versions[0] + sum(applied[:number]) for number in range(len(steps))]
+    told = all(record["skipped_because"] == "features are not finite" for record in skipped)
+    good = code == 0 and 0 < len(skipped) < len(steps) and unchanged and told
+    return Outcome(f"{len(skipped)} steps", None, "nothing: they were left out", good)
+
+
 @dataclass(frozen=True)
 class Case:
     """What happens to a run, and how the run is prepared for it."""
 
     harm: Callable[[Run], Outcome]
-    recovery: dict[str, int] = field(default_factory=dict)
+    settings: dict[str, dict[str, Any]] = field(default_factory=dict)  # beside SETTINGS
     nodes: int = 0  # further nodes of a cluster of its own; 0: the run starts a local Ray
-    survives: bool = True
+    compares: bool = True  # its results must be those of the run that nothing happened to
 
 
 CASES = {
@@ -248,13 +176,28 @@ CASES = {
         Case(out_of_memory),
         Case(full_disk),
         Case(damage_checkpoint),
-        Case(spend_budget, recovery={"max_restarts": 2}, survives=False),
+        Case(
+            break_features,
+            settings={
+                "data": {"path": "sevens.jsonl"},
+                "features": {"path": "bad"},
+                "policy": {"max_nonfinite_steps": 14, "prompts_per_step": 2, "micro_batch_size": 1},
+                "rollout": {"max_new_tokens": 2, "min_length_limit": 1},  # the sampler may draw the token, too
+                "evaluation": {"every_steps": 0, "max_examples": 0},
+            },
+            compares=False,
+        ),
+        Case(spend_budget, settings={"recovery": {"max_restarts": 2}}, compares=False),
     )
 }
 
 
 def start(folder: Path, name: str, case: Case, cluster: Cluster | None) -> Run:
-    settings = SETTINGS | {"recovery": SETTINGS["recovery"] | case.recovery}
+    """Starts a run; paths in a case's settings lie in `folder`."""
+    settings = dict(SETTINGS)
+    for section, values in case.settings.items():
+        placed = {key: str(folder / value) if key == "path" else value for key, value in values.items()}
+        settings[section] = settings.get(section, {}) | placed
     environment = runs.environment()
     if cluster is not None:
         environment |= cluster.environment | {"RAY_ADDRESS": cluster.address}
@@ -286,8 +229,8 @@ def row_of(folder: Path, name: str, straight: Run) -> tuple[tuple[str, ...], boo
         if cluster is not None:
             cluster.stop()
     seconds = "-" if outcome.recovered_s is None else f"{outcome.recovered_s:.1f} s"
-    shown = ("yes" if equal else "NO") if case.survives else "-"
-    return (name, outcome.when, seconds, outcome.lost, shown), outcome.good and (equal or not case.survives)
+    shown = ("yes" if equal else "NO") if case.compares else "-"
+    return (name, outcome.when, seconds, outcome.lost, shown), outcome.good and (equal or not case.compares)
 
 
 def is_equal(run: Run, straight: Run) -> bool:
@@ -312,6 +255,7 @@ def main() -> int:
     SETTINGS["rollout"] = {"engine": options.engine}
     folder = Path(tempfile.mkdtemp(prefix="chaos-"))
     runs.write_inputs(folder, rows=30)
+    runs.write_infinite_token(folder, folder / "sevens.jsonl")
     straight = start(folder, "straight", Case(kill_engine), None)
     assert straight.process.wait(LIMIT_S) == 0, straight.output
     rows = [("failure", "in", "recovered", "done twice", "equal result")]

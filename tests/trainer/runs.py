@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import torch
 import yaml
 
 from tests.processes import ROOT
@@ -26,6 +27,21 @@ def write_inputs(folder: Path, rows: int = 40) -> None:
         for i in range(rows):
             words = [WORDS[(i * 7 + k * (1 + i % 5)) % len(WORDS)] for k in range(9)]
             file.write(json.dumps({"prompt": " ".join(words[:4]), "ground_truth": " " + " ".join(words[4:])}) + "\n")
+
+
+def write_infinite_token(folder: Path, pairs: Path) -> list[dict[str, str]]:
+    """A model `bad` in which the embedding of `7` is infinite, and `pairs`: those of `write_inputs`, every seventh with
+    a `7`; returns them."""
+    rows = [json.loads(line) for line in (folder / "pairs.jsonl").read_text().splitlines()]
+    for row in rows[::7]:
+        row["ground_truth"] += " 7"
+    pairs.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    model = tiny_llama(folder / "bad", tied=False)
+    tokenizer = tiny_tokenizer(folder / "bad")
+    with torch.no_grad():
+        model.model.embed_tokens.weight[tokenizer("7")["input_ids"][0]] = torch.inf
+    model.save_pretrained(folder / "bad")
+    return rows
 
 
 def base_config(folder: Path) -> dict[str, Any]:

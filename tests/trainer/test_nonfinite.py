@@ -3,10 +3,8 @@
 import json
 
 import pytest
-import torch
 from transformers import AutoModelForCausalLM
 
-from tests.tiny_models import tiny_llama, tiny_tokenizer
 from tests.trainer import runs
 
 pytestmark = pytest.mark.stack
@@ -17,16 +15,8 @@ def folder(tmp_path_factory):
     """Pairs of which every seventh has a `7`, and a model `bad` in which that token's embedding is infinite."""
     path = tmp_path_factory.mktemp("nonfinite")
     runs.write_inputs(path, rows=20)
-    rows = [json.loads(line) for line in (path / "pairs.jsonl").read_text().splitlines()]
-    for row in rows[::7]:
-        row["ground_truth"] += " 7"
-    (path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    rows = runs.write_infinite_token(path, path / "pairs.jsonl")
     (path / "sevens.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[::7]) * 4)
-    model = tiny_llama(path / "bad", tied=False)
-    tokenizer = tiny_tokenizer(path / "bad")
-    with torch.no_grad():
-        model.model.embed_tokens.weight[tokenizer("7")["input_ids"][0]] = torch.inf
-    model.save_pretrained(path / "bad")
     assert AutoModelForCausalLM.from_pretrained(path / "bad").model.embed_tokens.weight.isinf().any()
     return path
 
