@@ -14,7 +14,7 @@ from openrlhf_ebft.config import dump_config
 from openrlhf_ebft.config.errors import UserError
 from openrlhf_ebft.config.reward_training import RewardConfig
 from openrlhf_ebft.rad.loading import load_sequence_classifier
-from openrlhf_ebft.rad.reward_checkpoint import CheckpointMismatch, RewardCheckpoints
+from openrlhf_ebft.rad.reward_checkpoint import RewardCheckpoints
 from openrlhf_ebft.rad.reward_examples import RewardExamples
 from openrlhf_ebft.rad.reward_report import markdown_table, plot_errors, prefix_errors
 from openrlhf_ebft.rad.reward_training import (
@@ -53,8 +53,8 @@ def run_reward_training(config: RewardConfig, train: Rows, held_out: Rows) -> in
             train_prefix_reward_model(
                 config.backbone, *train, folder, spec=spec, checkpoints=checkpoints, on_step=progress_bar()
             )
-        except CheckpointMismatch as error:
-            raise UserError(str(error)) from None
+        except ValueError as error:
+            raise UserError(str(error)) from error
     if held_out[0]:
         report(folder, held_out, spec.max_length)
     print(f"reward model: {folder}")

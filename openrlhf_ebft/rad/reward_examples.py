@@ -38,7 +38,7 @@ class RewardBatch:
 
 
 class RewardExamples:
-    """Tokenised texts with labels; cut to `max_length` tokens from the front of the text.
+    """Tokenised texts with labels; cut to `max_length` tokens from the front of the text, `num_cut` of them.
 
     Args:
         tokenizer: of the reward model, with a pad token.
@@ -51,10 +51,12 @@ class RewardExamples:
 
     def __init__(self, tokenizer: Any, texts: Sequence[str], labels: Sequence[float], max_length: int) -> None:
         check_examples(texts, labels)
-        self.token_ids: list[list[int]] = tokenizer(list(texts), truncation=True, max_length=max_length)["input_ids"]
+        encoded = tokenizer(list(texts), truncation=True, max_length=max_length)
+        self.token_ids: list[list[int]] = encoded["input_ids"]
         for index, ids in enumerate(self.token_ids):
             if not ids:
                 raise ValueError(f"example {index} has no token in this tokenizer: {texts[index][:60]!r}")
+        self.num_cut = sum(bool(encoding.overflowing) for encoding in encoded.encodings or ())
         self.labels = torch.tensor(list(labels), dtype=torch.float32)
         self.pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
 

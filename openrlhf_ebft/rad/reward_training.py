@@ -15,6 +15,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import PreTrainedModel
 
 from openrlhf_ebft.rad.loading import load_tokenizer, sequence_classifier_class
+from openrlhf_ebft.rad.prefixes import reward_model_limit
 from openrlhf_ebft.rad.reward_checkpoint import (
     CheckpointMismatch,
     RewardCheckpoints,
@@ -104,6 +105,9 @@ class RewardTrainer:
         examples: the training examples.
         spec: settings.
         rank, world_size: this process's share of every batch: its examples rank, rank + world_size, ...
+
+    Raises:
+        ValueError: a text is longer than the model reads.
     """
 
     def __init__(
@@ -114,6 +118,11 @@ class RewardTrainer:
         rank: int = 0,
         world_size: int = 1,
     ) -> None:
+        _check_lengths(model, examples)
+        if examples.num_cut and rank == 0:
+            logger.warning(
+                "%d of %d texts are cut to max_length = %d tokens", examples.num_cut, len(examples), spec.max_length
+            )
         self.model = model.train()
         self.examples = examples
         self.spec = spec
@@ -202,6 +211,14 @@ class RewardTrainer:
         self.load_progress(state)
         self.optimizer.load_state_dict(state["optimizer"])
         self.scheduler.load_state_dict(state["scheduler"])
+
+
+def _check_lengths(model: PreTrainedModel, examples: RewardExamples) -> None:
+    limit, longest = reward_model_limit(model), max(map(len, examples.token_ids))
+    if limit is not None and longest > limit:
+        raise ValueError(
+            f"a text has {longest} tokens, but the backbone reads {limit}: set max_length to {limit} or less"
+        )
 
 
 def check_same_run(state: dict[str, Any], spec: PrefixRewardTrainSpec, examples: RewardExamples) -> None:

@@ -241,6 +241,16 @@ def test_shares_of_ranks_add_up_to_the_whole_batch(tmp_path):
         torch.testing.assert_close(torch.stack(shares).mean(0), gradients(0, 1, step), atol=1e-7, rtol=1e-4)
 
 
+def test_case_b17_long_texts_are_cut_and_counted_or_refused_with_both_numbers(tmp_path, caplog):
+    model, tokenizer = build_reward_model(save_backbone(tmp_path, "gpt2"), seed=0)  # 64 positions
+    texts = ["w3 " * 70, "w4 " * 8, "w5 " * 9]
+    RewardTrainer(model, RewardExamples(tokenizer, texts, [0.0, 1.0, 1.0], 8), PrefixRewardTrainSpec(max_length=8))
+    assert "2 of 3 texts are cut to max_length = 8 tokens" in caplog.text
+    examples = RewardExamples(tokenizer, texts, [0.0, 1.0, 1.0], 100)
+    with pytest.raises(ValueError, match="a text has 70 tokens, but the backbone reads 64: set max_length to 64"):
+        RewardTrainer(model, examples, PrefixRewardTrainSpec(max_length=100))
+
+
 def test_loss_that_is_not_finite_changes_nothing(tmp_path):
     model, tokenizer = build_reward_model(save_backbone(tmp_path), seed=0)
     trainer = RewardTrainer(model, RewardExamples(tokenizer, ["w3 w4"], [0.5], 8), PrefixRewardTrainSpec())
