@@ -37,9 +37,15 @@ def run_lm_eval(
     """
     lm_eval = require("lm_eval", f"evaluation.lm_eval_tasks = {list(tasks)}")
     from lm_eval.models.huggingface import HFLM
+    from transformers import GenerationConfig
 
     manager = _task_manager(tasks, include)
     adapter = HFLM(pretrained=model, device=device, dtype=dtype, trust_remote_code=trust_remote_code)
+    # generate() fills every field that a task does not set from the model folder: only stop tokens may come from there.
+    settings = adapter.model.generation_config
+    adapter.model.generation_config = GenerationConfig(
+        eos_token_id=settings.eos_token_id, pad_token_id=settings.pad_token_id, bos_token_id=settings.bos_token_id
+    )
     output = lm_eval.simple_evaluate(
         model=adapter,
         tasks=list(tasks),

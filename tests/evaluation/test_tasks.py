@@ -5,6 +5,7 @@ import math
 from functools import partial
 
 import pytest
+import torch
 
 from openrlhf_ebft.config.errors import UserError
 from openrlhf_ebft.evaluation import optional
@@ -100,8 +101,11 @@ def test_missing_package_names_its_extra(monkeypatch):
             optional.require(module, "some.key = x")
 
 
-def test_lm_eval_measures_a_task_of_ones_own(tmp_path):
-    """A two-choice task whose answers are right by construction: the score equals counting by hand."""
+def test_lm_eval_measures_tasks_of_ones_own(tmp_path):
+    """Choices and greedy completions whose answers are known by hand: the scores equal counting (case B45).
+
+    The repetition penalty of the model's folder would change every completion.
+    """
     pytest.importorskip("lm_eval")
     model = tiny_llama(tmp_path / "model")
     tokenizer = tiny_tokenizer(tmp_path / "model")
@@ -111,17 +115,27 @@ def test_lm_eval_measures_a_task_of_ones_own(tmp_path):
     rows = [
         {**row, "gold": answer if i else 1 - answer} for i, (row, answer) in enumerate(zip(rows, best, strict=True))
     ]
+    rows = [{**row, "text": _greedy(model, tokenizer, row["q"], 8)} for row in rows]
+    settings = {"repetition_penalty": 9.0, "eos_token_id": tokenizer.eos_token_id}
+    (tmp_path / "model" / "generation_config.json").write_text(json.dumps(settings))
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "tasks").mkdir()
+    data = f"dataset_path: json\ndataset_kwargs:\n  data_files:\n    test: {tmp_path}/rows.jsonl\n"
+    data += "test_split: test\ndoc_to_text: q\n"
+    (tmp_path / "tasks" / "text.yaml").write_text(
+        f"task: own_text\n{data}output_type: generate_until\ndoc_to_target: text\n"
+        "generation_kwargs:\n  until: ['nothing']\n  max_gen_toks: 8\nmetric_list:\n  - metric: exact_match\n"
+    )
     (tmp_path / "tasks" / "own.yaml").write_text(
-        f"task: own_choice\ndataset_path: json\ndataset_kwargs:\n  data_files:\n    test: {tmp_path}/rows.jsonl\n"
-        "output_type: multiple_choice\ntest_split: test\ndoc_to_text: q\ndoc_to_choice: choices\ndoc_to_target: gold\n"
+        f"task: own_choice\n{data}"
+        "output_type: multiple_choice\ndoc_to_choice: choices\ndoc_to_target: gold\n"
         "target_delimiter: ''\nmetric_list:\n  - metric: acc\n"
     )
     arguments = {"device": "cpu", "dtype": "float32", "include": str(tmp_path / "tasks"), "limit": None, "seed": 0}
-    result = run_lm_eval(str(tmp_path / "model"), ["own_choice"], **arguments)
+    result = run_lm_eval(str(tmp_path / "model"), ["own_choice", "own_text"], **arguments)
     assert result["own_choice"]["acc,none"] == pytest.approx(0.8)  # all but the first
     assert result["own_choice"]["examples"] == 5
+    assert result["own_text"]["exact_match,none"] == 1.0
 
 
 def test_unknown_lm_eval_task_is_named(monkeypatch):
@@ -137,3 +151,11 @@ def _loglikelihood(model, tokenizer, context, continuation):
     start = len(tokenizer(context)["input_ids"])
     logprobs = model(ids).logits.log_softmax(-1)[0].detach()
     return sum(float(logprobs[i - 1, ids[0, i]]) for i in range(start, ids.shape[1]))
+
+
+def _greedy(model, tokenizer, context, count):
+    ids = tokenizer(context)["input_ids"]
+    new: list[int] = []
+    while len(new) < count and tokenizer.eos_token_id not in new:
+        new.append(int(model(torch.tensor([ids + new])).logits[0, -1].argmax()))
+    return tokenizer.decode(new, skip_special_tokens=True)
