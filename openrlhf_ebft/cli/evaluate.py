@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -36,14 +37,17 @@ def main(argv: Sequence[str]) -> int:
         raise UserError(f"two models: {positional} and --model {arguments.model}; name one")
     path = positional or arguments.model
     config = load_config(arguments.config, overrides)
-    from openrlhf_ebft.trainer.evaluation_run import run_evaluation
+    result_stream = sys.stdout
+    # Standard output is for the result alone: progress, and what libraries say on being imported, goes to the other.
+    with contextlib.redirect_stdout(sys.stderr):
+        from openrlhf_ebft.trainer.evaluation_run import run_evaluation
 
-    if path is None:
-        return run_evaluation(config, arguments.out)
-    from openrlhf_ebft.trainer.export import whole_model
+        if path is None:
+            return run_evaluation(config, arguments.out, result_stream)
+        from openrlhf_ebft.trainer.export import whole_model
 
-    with whole_model(path, say=_say) as folder:
-        return run_evaluation(_of_another_model(config, folder), arguments.out)
+        with whole_model(path, say=print) as folder:
+            return run_evaluation(_of_another_model(config, folder), arguments.out, result_stream)
 
 
 def _of_another_model(config: EBFTConfig, path: str) -> EBFTConfig:
@@ -58,11 +62,6 @@ def _of_another_model(config: EBFTConfig, path: str) -> EBFTConfig:
     )
     model = own.model_copy(update={"path": path})
     return config.model_copy(update={"model": model, "features": features, "lora": LoRAConfig()})
-
-
-def _say(text: str) -> None:
-    """Standard output is for the result alone."""
-    print(text, file=sys.stderr)
 
 
 def _take_model(own: Sequence[str]) -> tuple[str | None, list[str]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from openrlhf_ebft.actors.cluster import RunActors
 from openrlhf_ebft.config.errors import UserError
@@ -18,10 +18,10 @@ from openrlhf_ebft.trainer.interrupts import Interrupts
 from openrlhf_ebft.trainer.run import on_cluster, prepare_run
 
 
-def run_evaluation(config: EBFTConfig, out: Path | None = None) -> int:
+def run_evaluation(config: EBFTConfig, out: Path | None, result_stream: TextIO) -> int:
     """Evaluates config.model.path on the held-out rows and by the configured tasks; returns the exit code.
 
-    The result goes to `out`, or to standard output as the last thing printed.
+    The result goes to `out`, and its path to `result_stream`; without `out` the result itself.
 
     Raises UserError for wrong input, before Ray starts.
     """
@@ -54,9 +54,7 @@ def run_evaluation(config: EBFTConfig, out: Path | None = None) -> int:
             trust_remote_code=config.model.trust_remote_code,
         )
     text = json.dumps(table, indent=2, allow_nan=False)
-    if out is None:
-        console.say(text)
-    else:
+    if out is not None:
         out.write_text(text + "\n", encoding="utf-8")
-        console.say(str(out))
+    print(out or text, file=result_stream, flush=True)
     return 0

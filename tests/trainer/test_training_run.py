@@ -5,6 +5,7 @@ import os
 import random
 import signal
 import subprocess
+import sys
 import time
 
 import pytest
@@ -103,10 +104,12 @@ def test_two_of_everything_gives_the_run_of_one_of_each(folder, first_run):
 
 
 def test_evaluation_of_the_trained_model_equals_the_last_one_of_its_run(folder, first_run):
-    code, output = runs.run("evaluate", str(folder / "first.yaml"), "--model", str(folder / "runs" / "first" / "model"))
-    assert code == 0, output
+    command = [sys.executable, "-m", "openrlhf_ebft.cli.main", "evaluate", str(folder / "first.yaml")]
+    command += ["--model", str(folder / "runs" / "first" / "model")]
+    done = subprocess.run(command, env=runs.environment(), capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr
     last = runs.read_metrics(folder, "first")[-1]
-    measured = json.loads(output[output.index("{\n") : output.rindex("}") + 1])
+    measured = json.loads(done.stdout)  # nothing else goes to standard output
     assert measured["examples"] == 4
     assert measured["completions"] == 12
     assert {"ce", "alignment", "reward", "reward_best_of_n", "ngram_overlap", "perplexity"} <= set(measured["metrics"])
