@@ -54,11 +54,13 @@ def _turn_name(chat: Reference, turn: int) -> str:
 
 def longest_own_history(chat: Reference) -> int:
     """Tokens of the longest sequence that `own_history_reference` can lead to, completions included."""
-    turns = range(chat.anchors.numel())
-    prompts = sum(_prompt(chat, turn).numel() for turn in turns)
-    answers = [int(chat.max_new_tokens[turn]) + _closing(chat, turn).numel() for turn in turns]
-    last = max(int(chat.max_new_tokens[-1]), int(chat.window_lengths[-1]))
-    return prompts + sum(answers[:-1]) + last
+    length, longest = 0, 0
+    for turn in range(chat.anchors.numel()):
+        length += _prompt(chat, turn).numel()
+        limit, window = int(chat.max_new_tokens[turn]), int(chat.window_lengths[turn])
+        longest = max(longest, length + max(limit, window))  # each turn is a reference with its ground truth
+        length += limit + _closing(chat, turn).numel()
+    return longest
 
 
 def _window(chat: Reference, turn: int) -> Tensor:

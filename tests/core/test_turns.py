@@ -1,5 +1,7 @@
 """Chats on the policy's own answers: contexts, closings, lengths, written out by hand."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -69,6 +71,17 @@ def test_longest_sequence():
     assert longest_own_history(chat()) == 6 + 6 + 9 + 4
     worst = own_history_reference(chat(), [answer([9] * 5, "length"), answer([9] * 8, "length")])
     assert int(worst.anchors[0] + worst.max_new_tokens[0]) == longest_own_history(chat())
+
+
+def test_longest_sequence_may_end_with_the_ground_truth_of_a_middle_turn():
+    """A window above its completions' limit, behind a first answer as long as may be: 3 + 5 + 1, 2, 40."""
+    tokens = torch.tensor([*TOKENS[:8], *range(60, 99), EOS, *TOKENS[10:]])
+    windows = torch.tensor([3, 40, 3])
+    long = replace(
+        chat(), token_ids=tokens, window_lengths=windows, anchors=torch.tensor([3, 8, 49]), loss_mask=tokens > 0
+    )
+    worst = own_history_reference(long, [answer([9] * 5, "length")])
+    assert longest_own_history(long) == worst.token_ids.numel() == 9 + 2 + 40
 
 
 def test_more_answers_than_turns_are_refused():
