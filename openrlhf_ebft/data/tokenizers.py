@@ -82,3 +82,11 @@ def stop_token_ids(tokenizer: PreTrainedTokenizerBase, model_path: str) -> tuple
         declared = None
     ids |= set(declared) if isinstance(declared, list) else {declared} - {None}
     return tuple(sorted(ids))
+
+
+def unpooled_token_ids(tokenizer: PreTrainedTokenizerBase, model_path: str) -> tuple[int, ...]:
+    """Returns the ids that say nothing of a completion's content, ascending: special tokens, and all that end one.
+
+    A chat model's end of turn is often no special token of its tokenizer; pooled, it would make every end alike.
+    """
+    return tuple(sorted({*tokenizer.all_special_ids, *stop_token_ids(tokenizer, model_path)}))

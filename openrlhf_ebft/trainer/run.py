@@ -20,7 +20,7 @@ from openrlhf_ebft.core.experience import Reference, SamplingSettings
 from openrlhf_ebft.data.batches import BatchPlan
 from openrlhf_ebft.data.load import load_data
 from openrlhf_ebft.data.reward_function import RewardFunction
-from openrlhf_ebft.data.tokenizers import load_run_tokenizer, stop_token_ids
+from openrlhf_ebft.data.tokenizers import load_run_tokenizer, stop_token_ids, unpooled_token_ids
 from openrlhf_ebft.trainer.checkpoints import Checkpoint, CheckpointError, CheckpointStore
 from openrlhf_ebft.trainer.config_changes import check_changes
 from openrlhf_ebft.trainer.console import Console, comparison_table
@@ -211,7 +211,7 @@ def _start(run: PreparedRun, console: Console) -> RunActors:
         return start_actors(
             run.config,
             sampling=sampling_settings(run.config, run.tokenizer),
-            special_ids=run.tokenizer.all_special_ids,
+            special_ids=unpooled_token_ids(run.tokenizer, run.config.model.path),
             max_model_len=run.max_model_len,
             total_steps=run.schedule.optimizer_steps,
             say=say,

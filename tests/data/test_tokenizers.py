@@ -6,7 +6,13 @@ import pytest
 from transformers import AutoTokenizer
 
 from openrlhf_ebft.data.errors import DataError
-from openrlhf_ebft.data.tokenizers import load_run_tokenizer, load_tokenizer, read_chat_template, stop_token_ids
+from openrlhf_ebft.data.tokenizers import (
+    load_run_tokenizer,
+    load_tokenizer,
+    read_chat_template,
+    stop_token_ids,
+    unpooled_token_ids,
+)
 from tests.tiny_models import CHAT_TEMPLATE, EOS_ID, tiny_tokenizer
 
 
@@ -78,3 +84,9 @@ def test_stop_ids_are_those_of_tokenizer_and_generation_config(folder, declared,
 
 def test_folder_without_generation_config_stops_at_the_tokenizers_eos(folder):
     assert stop_token_ids(load_tokenizer(str(folder)), str(folder)) == (EOS_ID,)
+
+
+def test_ends_of_turns_are_not_pooled_though_the_tokenizer_does_not_call_them_special(folder):
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [EOS_ID, 7]}))
+    tokenizer = load_tokenizer(str(folder))
+    assert unpooled_token_ids(tokenizer, str(folder)) == (0, EOS_ID, 2, 7)  # <pad> <eos> <unk>, and the end of a turn
