@@ -47,8 +47,8 @@ logger = logging.getLogger(__name__)
 
 _PASSED_ON = ("HF_HUB_OFFLINE", "HF_HOME", "VLLM_LOGGING_LEVEL")
 # Kernels that oneDNN keeps, one for each shape that it has met. By default 1,024 in each of two caches: hundreds of MiB
-# after some hundred steps, since almost every step has new lengths. A pass needs some tens of them.
-_KERNEL_CACHES = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "256", "LRU_CACHE_CAPACITY": "256"}
+# after some hundred steps, since almost every step has new lengths. A pass over trees needs some tens of them.
+_KERNEL_CACHES = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64", "LRU_CACHE_CAPACITY": "64"}
 _START = "start (limit: placement.start_timeout_s)"
 
 
@@ -256,20 +256,18 @@ class _Placer:
         self.started: list[Any] = []
         threads = config.placement.threads_per_actor or os.cpu_count() or 1
         passed_on = {name: os.environ[name] for name in (*_PASSED_ON, *_KERNEL_CACHES) if name in os.environ}
-        self._environment = (
-            _KERNEL_CACHES
-            | passed_on
-            | {
-                "OMP_NUM_THREADS": str(threads),  # Ray would set it to the share of CPUs
-                "OMP_WAIT_POLICY": "PASSIVE",  # phases alternate: a waiting actor must not keep its cores busy
-                "TOKENIZERS_PARALLELISM": "false",
-            }
-        )
+        self._environment = passed_on | {
+            "OMP_NUM_THREADS": str(threads),  # Ray would set it to the share of CPUs
+            "OMP_WAIT_POLICY": "PASSIVE",  # phases alternate: a waiting actor must not keep its cores busy
+            "TOKENIZERS_PARALLELISM": "false",
+        }
 
     def __call__(
         self, name: str, kind: type, arguments: Callable[[int], tuple[Any, ...]], label: str | None = None
     ) -> Crew:
         role = self._placement.role(name)
+        # An engine meets the same few numbers of rows again and again: its kernels are worth keeping.
+        environment = self._environment if name == ENGINE else _KERNEL_CACHES | self._environment
 
         def spawn(number: int) -> Any:
             self._require_bundles()
@@ -277,7 +275,7 @@ class _Placer:
             options = ray.remote(kind).options(
                 num_cpus=role.cpus,
                 num_gpus=role.gpus,
-                runtime_env={"env_vars": self._environment},
+                runtime_env={"env_vars": environment},
                 scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=bundle),
             )
             self.started.append(options.remote(*arguments(number)))
