@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from openrlhf_ebft.core.attention import AttentionMode
 from openrlhf_ebft.core.logprobs import Predictions, chunked_logprobs
@@ -104,15 +104,22 @@ class PolicyModel(nn.Module):
 class LogitsHead:
     """The part of a causal language model after its backbone, with the scaling that some families apply to logits.
 
-    Gemma 2 and 3 cap logits with tanh, Cohere multiplies and Granite divides them by a constant of the config.
+    Gemma caps logits with tanh; others multiply (Cohere, Falcon-H1, HyperCLOVA X) or divide them (Granite) by a
+    constant of the config.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
+        """Raises ValueError for a model with weights between its backbone and its output embeddings."""
+        _require_plain_head(model)
         self._model = model
         config = model.config
-        self.softcap: float | None = getattr(config, "final_logit_softcapping", None)
-        self.scale: float = getattr(config, "logit_scale", None) or 1.0
-        self.scale /= getattr(config, "logits_scaling", None) or 1.0
+        cap = "logits_soft_cap" if config.model_type == "recurrent_gemma" else "final_logit_softcapping"
+        self.softcap = _constant(config, cap)
+        self.scale = _constant(config, "lm_head_multiplier") or _constant(config, "output_multiplier") or 1.0
+        if config.model_type != "mpt":  # transformers does not read MPT's
+            self.scale *= _constant(config, "logit_scale") or 1.0
+        scaling = _constant(config, "logits_scaling") or 1.0
+        self.scale *= scaling if config.model_type.startswith("hyperclovax") else 1 / scaling
 
     def has_frozen_shards(self) -> bool:
         """Whether weights are frozen and gathered by ZeRO-3 for each call."""
@@ -127,3 +134,18 @@ class LogitsHead:
         if self.softcap is not None:
             logits = torch.tanh(logits / self.softcap) * self.softcap
         return logits
+
+
+def _constant(config: PreTrainedConfig, name: str) -> float | None:
+    return getattr(config, name, None)
+
+
+def _require_plain_head(model: PreTrainedModel) -> None:
+    own = {id(weight) for weight in model.base_model.parameters()}
+    own |= {id(weight) for weight in model.get_output_embeddings().parameters()}
+    between = [name for name, weight in model.named_parameters() if id(weight) not in own]
+    if between:
+        raise ValueError(
+            f"{type(model).__name__} has weights between its last block and its logits, such as {between[0]}: its "
+            "log-probabilities cannot be computed piece by piece, so it cannot be a policy"
+        )

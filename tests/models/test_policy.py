@@ -5,9 +5,10 @@ from dataclasses import replace
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from openrlhf_ebft.core.tree_batch import TreeBatch
-from openrlhf_ebft.models.policy import PolicyModel
+from openrlhf_ebft.models.policy import LogitsHead, PolicyModel
 from tests.trees import make_reference, make_tree
 
 VOCAB = 64
@@ -170,3 +171,32 @@ def test_gradients_of_tree_and_rows_agree(family, checkpointing):
     for name, gradient in gradients[0].items():
         for other in gradients[1:]:
             torch.testing.assert_close(gradient, other[name], atol=1e-3, rtol=1e-3, msg=name)
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        ("falcon_h1", {"lm_head_multiplier": 0.2, "mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8}),
+        ("hyperclovax", {"logits_scaling": 0.3}),
+        ("recurrent_gemma", {"logits_soft_cap": 3.0, "lru_width": 32, "attention_window_size": 8}),
+    ],
+)
+def test_logits_are_scaled_as_the_family_does(kind, settings):
+    model = random_model(kind, settings)
+    ids = torch.randint(3, VOCAB, (1, 9))
+    with torch.no_grad():
+        torch.testing.assert_close(LogitsHead(model)(model.base_model(input_ids=ids)[0]), model(ids).logits)
+
+
+def test_weights_between_blocks_and_logits_are_refused():
+    with pytest.raises(ValueError, match=r"ModernBertDecoderForCausalLM has weights between .* lm_head\.dense\.weight"):
+        LogitsHead(random_model("modernbert-decoder", {"cls_token_id": 1, "sep_token_id": 2}))
+
+
+def random_model(kind, settings):
+    if kind not in CONFIG_MAPPING_NAMES:
+        pytest.skip(f"this version of transformers has no {kind}")
+    torch.manual_seed(0)
+    ids = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    config = AutoConfig.for_model(kind, vocab_size=VOCAB, **SMALL, num_key_value_heads=2, **ids, **settings)
+    return AutoModelForCausalLM.from_config(config).eval()
