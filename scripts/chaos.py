@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import os
 import random
+import re
 import resource
 import shutil
 import signal
@@ -108,8 +109,9 @@ def full_disk(run: Run) -> Outcome:
     resource.prlimit(pid, resource.RLIMIT_FSIZE, (50_000, before[1]))
     run.seconds_until("could not be written")
     resource.prlimit(pid, resource.RLIMIT_FSIZE, before)
-    seconds = run.seconds_until("checkpoint: ", 2)
-    return Outcome("checkpoint 6", seconds, "one checkpoint")
+    (failed,) = re.findall(r"step-(\d+) could not be written", run.output)
+    seconds = run.seconds_until("checkpoint: ", run.output.count("checkpoint: ") + 1)
+    return Outcome(f"checkpoint {failed}", seconds, "one checkpoint")
 
 
 def kill_node(run: Run) -> Outcome:
