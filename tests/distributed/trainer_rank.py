@@ -17,7 +17,6 @@ from openrlhf_ebft.core.step_batch import TrainItem, count_step
 from openrlhf_ebft.distributed.policy_trainer import PolicyTrainer
 from tests.distributed.trainer_steps import STEPS, make_config, rank_passes, step_items
 
-
 SAVED = [f"{dtype}_zero{stage}_2" for dtype in ("float32", "bfloat16", "float16") for stage in range(4)]
 """Variants that leave a checkpoint behind."""
 
