@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -70,10 +70,10 @@ def train_on_ranks(
     """Train on `config.training.ranks` actors and save to `config.output_dir`; blocks until done.
 
     Checkpoints need a folder that all nodes share. Starts a local Ray when none is connected, and stops what it
-    started. Each rank takes one CPU, and one GPU where the cluster has one for every rank.
+    started. Each rank takes one CPU, and one GPU where the cluster has any.
 
     Raises:
-        PlacementError: the cluster has fewer CPUs than ranks.
+        PlacementError: the cluster has too few CPUs, or some GPUs but not one for every rank.
         ActorError: a rank failed, died or did not answer within training.timeout_s.
     """
     started = not ray.is_initialized()
@@ -82,12 +82,7 @@ def train_on_ranks(
     ranks = config.training.ranks
     actors: list[ray.actor.ActorHandle] = []
     try:
-        available = ray.cluster_resources()
-        if available.get("CPU", 0) < ranks:
-            raise PlacementError(
-                f"training.ranks = {ranks} needs as many CPUs; the cluster has {available.get('CPU', 0):.0f}"
-            )
-        share = {"num_cpus": 1, "num_gpus": 1 if available.get("GPU", 0) >= ranks else 0}
+        share = rank_share(ranks, ray.cluster_resources())
         actors += [ray.remote(RewardRank).options(**share).remote() for _ in range(ranks)]
         names = [f"reward training rank {rank}" for rank in range(ranks)]
 
@@ -116,3 +111,23 @@ def train_on_ranks(
             ray.kill(actor)
         if started:
             ray.shutdown()
+
+
+def rank_share(ranks: int, cluster: Mapping[str, float]) -> dict[str, int]:
+    """What each rank asks Ray for: a CPU, and a GPU where the cluster has any.
+
+    Args:
+        ranks: training.ranks.
+        cluster: resources of the cluster by name ("CPU", "GPU").
+
+    Raises:
+        PlacementError: see `train_on_ranks`.
+    """
+    kinds = ("CPU", "GPU") if cluster.get("GPU", 0) else ("CPU",)
+    for kind in kinds:
+        count = int(cluster.get(kind, 0))
+        if count < ranks:
+            raise PlacementError(
+                f"training.ranks = {ranks} needs as many {kind}s, the cluster has {count}: set it to at most {count}"
+            )
+    return {"num_cpus": 1, "num_gpus": len(kinds) - 1}

@@ -16,7 +16,7 @@ import importlib.util
 import inspect
 import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -97,7 +97,8 @@ class RewardFunction:
         arguments |= {column: [text.columns[column] for text in texts] for column in self.columns}
         if self._wants_ids:
             arguments[_IDS] = [text.example_id for text in texts]
-        return self._function(**arguments)
+        values = self._function(**arguments)
+        return list(values) if isinstance(values, Iterator) else values  # a generator fails only when it is read
 
     def _blame(self, texts: Sequence[SampledText], error: Exception) -> str:
         """Finds the example by calling the function on one at a time."""

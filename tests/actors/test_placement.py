@@ -18,6 +18,7 @@ from openrlhf_ebft.actors.placement import (
     plan_placement,
     settle_sharing,
 )
+from openrlhf_ebft.actors.reward_training import rank_share
 from openrlhf_ebft.config.rules import check_rules
 from openrlhf_ebft.config.sections import EBFTConfig
 
@@ -281,3 +282,12 @@ def test_a_reference_model_has_a_place_of_its_own(gpus, shared):
     assert placement.shares_gpus is shared
     bundles = {placement.bundle_of(role, 0) for role in (TRAINER, ENGINE, FEATURES, REFERENCE)}
     assert len(bundles) == (1 if shared else 4)
+
+
+def test_ranks_of_reward_training_get_a_gpu_each_or_are_refused():
+    assert rank_share(2, {"CPU": 2.0}) == {"num_cpus": 1, "num_gpus": 0}
+    assert rank_share(2, {"CPU": 8.0, "GPU": 2.0}) == {"num_cpus": 1, "num_gpus": 1}
+    with pytest.raises(PlacementError, match="needs as many CPUs, the cluster has 1: set it to at most 1"):
+        rank_share(2, {"CPU": 1.0})
+    with pytest.raises(PlacementError, match="training.ranks = 4 needs as many GPUs, the cluster has 2"):
+        rank_share(4, {"CPU": 8.0, "GPU": 2.0})

@@ -168,6 +168,16 @@ def test_the_prompt_and_the_columns_of_a_packed_document_are_its_own(write, tmp_
     assert torch.equal(rewards.values([tree])["example-0", 0], torch.full((2,), expected, dtype=torch.float64))
 
 
+def test_a_generator_that_fails_while_it_is_read_names_the_example(write):
+    function = write(
+        "def score(prompts, completions, ground_truths):\n    yield from (1 / len(text) for text in completions)\n"
+    )
+    rows = [SampledText("a", "p", "text", "truth"), SampledText("b", "p", "", "truth")]
+    assert function(rows[:1]) == [0.25]
+    with pytest.raises(RewardFunctionError, match="example b: reward function .* raised ZeroDivisionError"):
+        function(rows)
+
+
 @pytest.mark.parametrize(
     ("name", "expected"),
     [("exact_match", [1.0, 0.0, 0.0]), ("parses", [1.0, 1.0, 0.0]), ("last_number", [0.0, 1.0, 0.0])],
