@@ -41,14 +41,13 @@ from openrlhf_ebft.actors.waiting import wait_for
 from openrlhf_ebft.actors.weight_sync import WeightSync, choose_transfer
 from openrlhf_ebft.config.sections import EBFTConfig
 from openrlhf_ebft.core.experience import SamplingSettings
+from openrlhf_ebft.core.kernel_caches import kept_kernels
 from openrlhf_ebft.core.step_batch import TrainItem
 
 logger = logging.getLogger(__name__)
 
 _PASSED_ON = ("HF_HUB_OFFLINE", "HF_HOME", "VLLM_LOGGING_LEVEL")
-# Kernels that oneDNN keeps, one for each shape that it has met. By default 1,024 in each of two caches: hundreds of MiB
-# after some hundred steps, since almost every step has new lengths. A pass over trees needs some tens of them.
-_KERNEL_CACHES = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64", "LRU_CACHE_CAPACITY": "64"}
+_KERNEL_CACHES = kept_kernels(64)  # a pass over trees needs some tens of them
 _START = "start (limit: placement.start_timeout_s)"
 
 

@@ -16,10 +16,11 @@ from ray.serve.schema import ApplicationStatus
 
 from openrlhf_ebft.config.errors import UserError
 from openrlhf_ebft.config.serving import ServingConfig
+from openrlhf_ebft.core.kernel_caches import kept_kernels
 from openrlhf_ebft.serving.front import SETTING
 
 APPLICATION = "rad"
-_KERNELS = "128"  # that oneDNN keeps, in each of its two caches
+_KERNELS = 128  # that oneDNN keeps: batches have many shapes
 _LOOK_S = 0.2
 _ANSWER_S = 10.0  # limit for replicas to answer a question about themselves, in seconds
 _PASSED_ON = ("HF_HUB_OFFLINE", "HF_HOME")
@@ -187,15 +188,13 @@ def _replica_environment(config: ServingConfig, cores: int) -> dict[str, str]:
     """Environment of a replica and of the engine process that it starts.
 
     On CPU vLLM would pin its threads to cores, which replicas would then share, and compile one small sampling
-    function for 13 s; and oneDNN would keep up to 1,024 kernels in each of two caches, one for each shape of a batch.
+    function for 13 s.
     """
-    return {
+    return kept_kernels(_KERNELS) | {
         "OMP_NUM_THREADS": str(config.replicas.threads or max(cores // config.engine.tensor_parallel_size, 1)),
         "OMP_WAIT_POLICY": "PASSIVE",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "TOKENIZERS_PARALLELISM": "false",
-        "ONEDNN_PRIMITIVE_CACHE_CAPACITY": _KERNELS,
-        "LRU_CACHE_CAPACITY": _KERNELS,
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "ERROR"),
     }
