@@ -32,8 +32,7 @@ class GroupGrid:
         context = anchors[:, None] if with_context else torch.zeros_like(anchors)[:, None]
         column = torch.arange(int((own + context).max()), device=tree.device)  # (L,)
         step = column - context[..., None]  # (A, 1, L), negative in the context
-        lengths = tree.branch_lengths.flatten()
-        starts = (torch.cumsum(lengths, 0) - lengths).view_as(tree.branch_lengths) + tree.num_reference_tokens
+        starts = tree.num_reference_tokens + tree.branch_starts.view_as(tree.branch_lengths)
         first = torch.cat([starts, anchors[:, None]], dim=1)  # (A, n+1) tree index of each row's first own token
         completion = (step >= 0) & (step < own[..., None])  # (A, n+1, L)
         valid, indices = completion | (step < 0), torch.where(step < 0, column, first[..., None] + step)

@@ -134,11 +134,15 @@ class RolloutTree:
         return torch.repeat_interleave(self._arange(lengths.numel()), lengths)
 
     @cached_property
+    def branch_starts(self) -> Tensor:
+        """(A * n,) where each branch begins among the branch tokens."""
+        lengths = self.branch_lengths.flatten()
+        return torch.cumsum(lengths, 0) - lengths
+
+    @cached_property
     def step_of_token(self) -> Tensor:
         """(B,) place g of each branch token in its branch."""
-        lengths = self.branch_lengths.flatten()
-        starts = torch.cumsum(lengths, 0) - lengths
-        return self._arange(self.branch_tokens.numel()) - starts[self.branch_of_token]
+        return self._arange(self.branch_tokens.numel()) - self.branch_starts[self.branch_of_token]
 
     @cached_property
     def anchor_of_token(self) -> Tensor:
@@ -185,15 +189,13 @@ class RolloutTree:
         own = self._arange(self.num_reference_tokens)
         if self.branch_tokens.numel() == 0:
             return own
-        lengths = self.branch_lengths.flatten()
-        rows = torch.full((self.num_branches, int(lengths.max())), -1, device=self.device)
+        rows = torch.full((self.num_branches, int(self.branch_lengths.max())), -1, device=self.device)
         rows[self.branch_of_token, self.step_of_token] = self.branch_tokens
         groups = rows.view(self.num_anchors, self.num_samples, -1)
         agree = (groups[:, :, None] == groups[:, None]).int().cumprod(-1)  # (A, n, n, L)
         sample = agree.argmax(dim=2).view_as(rows)[self.branch_of_token, self.step_of_token]  # the first that agrees
         branch = self.branch_of_token // self.num_samples * self.num_samples + sample
-        starts = torch.cumsum(lengths, 0) - lengths + self.num_reference_tokens
-        return torch.cat([own, starts[branch] + self.step_of_token])
+        return torch.cat([own, self.num_reference_tokens + self.branch_starts[branch] + self.step_of_token])
 
     @cached_property
     def supervised_tokens(self) -> Tensor:
