@@ -10,10 +10,15 @@ import torch
 
 # The guess, as a share of the most: what the best candidate is sure to gain, below the least of the last steps.
 _MARGIN = 0.01
-_FORGET = 0.01
+_FORGET = 0.01  # it rises again by this share in a step
 _TOGETHER = 4  # few different shapes: matrix libraries compile a kernel for every new one
 # Sums in float32 round: a little more than the most is what a shift is sure not to exceed.
-_ABOVE = 1 + 1e-6
+ABOVE = 1 + 1e-6
+
+
+def least_gain(before: float | None, share: float) -> float:
+    """The least share of the most that the best candidate gained in the last steps, now that it gained `share`."""
+    return share if before is None else min(share, before + _FORGET)
 
 
 class Contenders:
@@ -21,7 +26,7 @@ class Contenders:
 
     def __init__(self, most: float) -> None:
         """`most` is the largest possible shift, > 0."""
-        self._most = most * _ABOVE
+        self._most = most * ABOVE
         self._least: float | None = None  # of the last steps: gain of the best sum over the best score, by `most`
 
     def guess(self, scores: torch.Tensor) -> int:
@@ -36,8 +41,7 @@ class Contenders:
     def needed(self, scores: torch.Tensor, best: torch.Tensor) -> int:
         """How many must be scored, now that a row's best sum [B] so far is known; remembers it for the next guess."""
         gain = (best - scores[:, 0]).nan_to_num(0.0, posinf=0.0, neginf=0.0)
-        least = float(gain.min()) / self._most
-        self._least = least if self._least is None else min(least, self._least + _FORGET)
+        self._least = least_gain(self._least, float(gain.min()) / self._most)
         return self._count(scores, best)
 
     def _count(self, scores: torch.Tensor, certain: torch.Tensor) -> int:

@@ -12,12 +12,8 @@ from dataclasses import dataclass
 
 import torch
 
+from openrlhf_ebft.rad.contenders import ABOVE, least_gain
 from openrlhf_ebft.rad.engine.engine_row import EngineRow
-
-# The guess of what the best candidate gains is the least of the last steps; it rises again by this share in a step.
-_FORGET = 0.01
-# Sums in float32 round: a little more than the sum of the factors is what a shift is sure not to exceed.
-_ABOVE = 1 + 1e-6
 
 
 @dataclass(eq=False)
@@ -72,7 +68,7 @@ class Group:
 
 def most_shift(row: EngineRow) -> float:
     """The largest shift of a row, inf when its distribution and not only its best token is wanted."""
-    total = sum(term.factor for term in row.terms) * _ABOVE
+    total = sum(term.factor for term in row.terms) * ABOVE
     return total if row.is_greedy and row.trace is None and total > 0 else float("inf")
 
 
@@ -101,8 +97,7 @@ def plan_rest(groups: list[Group]) -> list[Choice]:
         for choice, gain in zip(group.choices, gains, strict=True):
             if choice.most == float("inf") or choice.row.error is not None:
                 continue
-            share, least = gain / choice.most, choice.row.least_gain
-            choice.row.least_gain = share if least is None else min(share, least + _FORGET)
+            choice.row.least_gain = least_gain(choice.row.least_gain, gain / choice.most)
             if choice.wanted > choice.scored:
                 late.append(choice)
     return late
