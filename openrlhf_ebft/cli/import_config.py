@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,6 +14,9 @@ from openrlhf_ebft.config.importing import ImportedConfig, import_config
 from openrlhf_ebft.config.importing.translation import KeyNote
 from openrlhf_ebft.config.rules import list_notes
 from openrlhf_ebft.config.yaml_io import dump_yaml
+
+# Keys of other trainers whose text may be a secret: it must not come into terminals and logs.
+_SECRET = re.compile(r"^use_wandb$|(api|access|auth|hf|hub|wandb)_?(key|token)|secret|password")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -51,7 +55,8 @@ def _account(notes: Sequence[KeyNote], heading: str = "") -> list[str]:
         for note in group:
             arrow = f" -> {', '.join(note.targets)}" if note.targets else ""
             why = f"  [{note.why}]" if note.why else ""
-            lines.append(f"  {note.key} = {note.value}{arrow}{why}")
+            hidden = isinstance(note.value, str) and _SECRET.search(note.key.lower())
+            lines.append(f"  {note.key} = {'(not shown)' if hidden else note.value}{arrow}{why}")
     return lines
 
 

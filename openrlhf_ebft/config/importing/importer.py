@@ -88,15 +88,19 @@ def _points(nested: Mapping[str, Any], source: str) -> Iterator[tuple[dict[str, 
 
 
 def _resolve(keys: dict[str, Any], source: str) -> dict[str, Any]:
-    """Replaces `${other_key}` by that key's value."""
+    """Replaces `${other_key}` by that key's value: whole values keep their type, inside a text it becomes text."""
 
-    def value_of(text: Any, depth: int = 0) -> Any:
-        match = _REFERENCE.fullmatch(text.strip()) if isinstance(text, str) else None
-        if match is None:
-            return text
-        if match.group(1) not in keys or depth > len(keys):
-            raise ConfigError(source, [f"{text}: no key {match.group(1)} to take the value from"])
-        return value_of(keys[match.group(1)], depth + 1)
+    def find(name: str, text: str, depth: int) -> Any:
+        if name not in keys or depth > len(keys):
+            raise ConfigError(source, [f"{text}: no key {name} to take the value from"])
+        return value_of(keys[name], depth + 1)
+
+    def value_of(value: Any, depth: int = 0) -> Any:
+        if not isinstance(value, str):
+            return value
+        if whole := _REFERENCE.fullmatch(value.strip()):
+            return find(whole[1], value, depth)
+        return _REFERENCE.sub(lambda part: str(find(part[1], value, depth)), value)
 
     return {key: value_of(value) for key, value in keys.items()}
 

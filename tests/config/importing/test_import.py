@@ -147,9 +147,21 @@ def test_keys_without_effect_there_are_dropped(tmp_path):
     assert (actions["dual_clip"], actions["dynamic_filtering_reward_range"]) == ("dropped", "dropped")
 
 
-def test_an_api_key_is_never_copied(tmp_path):
-    imported = import_config(write(tmp_path, AUTHORS, use_wandb="abcdef0123456789"))[0]
-    assert "abcdef0123456789" not in yaml.safe_dump(imported.data)
+def test_an_api_key_is_neither_copied_nor_shown(tmp_path, capsys):
+    path = write(tmp_path, AUTHORS, use_wandb="abcdef0123456789", wandb_api_key="abcdef0123456789")
+    assert main(["import-config", str(path)]) == 0
+    shown = capsys.readouterr()
+    assert "abcdef0123456789" not in shown.out + shown.err
+    assert "use_wandb = (not shown)" in shown.err and "wandb_api_key = (not shown)" in shown.err
+
+
+def test_references_stand_for_values_alone_and_inside_texts(tmp_path):
+    path = write(
+        tmp_path, AUTHORS, save_path="runs/g${generate_max_len}-t${eval_temperature}", stride="${generate_max_len}"
+    )
+    imported = import_config(path)[0]
+    assert imported.name.startswith("g8-t0.6-set1")
+    assert imported.config.data.stride == 8
 
 
 def test_axolotl_values():
