@@ -16,7 +16,9 @@ def main(argv: Sequence[str]) -> int:
     description = "Draw reference, anchors, branches and attention mask of the first training example's beginning."
     parser = config_parser("openrlhf-ebft show-tree", description, EBFTConfig)
     parser.add_argument("--out", required=True, metavar="FILE", help="picture to write: .html or .png")
-    parser.add_argument("--tokens", type=int, default=32, metavar="N", help="tokens of the reference (default 32)")
+    parser.add_argument(
+        "--tokens", type=int, metavar="N", help="tokens of the reference (default 32, or what its first anchor needs)"
+    )
     parser.add_argument("--samples", type=int, default=2, metavar="N", help="completions of an anchor (default 2)")
     own, overrides = split_overrides(argv, {"--out": True, "--tokens": True, "--samples": True, "--help": False})
     arguments = parser.parse_args(own)

@@ -16,11 +16,14 @@ from openrlhf_ebft.data.tokenizers import load_run_tokenizer
 from openrlhf_ebft.rollouts.engine import build_engine
 from openrlhf_ebft.trainer.run import sampling_settings
 
+_TOKENS = 32  # where the user names no number: still readable as a picture
 
-def sample_tree(config: EBFTConfig, tokens: int, samples: int) -> tuple[RolloutTree, PreTrainedTokenizerBase]:
+
+def sample_tree(config: EBFTConfig, tokens: int | None, samples: int) -> tuple[RolloutTree, PreTrainedTokenizerBase]:
     """Samples completions at the anchors in the first `tokens` tokens of the first training reference.
 
-    Raises UserError when none of its anchors fits.
+    None stands for 32, or for as many as the first anchor and its ground truth need. Raises UserError when none of its
+    anchors fits.
     """
     tokenizer = load_run_tokenizer(config)
     train, _, _ = load_data(config, tokenizer)
@@ -41,10 +44,12 @@ def sample_tree(config: EBFTConfig, tokens: int, samples: int) -> tuple[RolloutT
     return RolloutTree.from_rollout(reference, made), tokenizer
 
 
-def _beginning(reference: Reference, tokens: int) -> Reference:
-    keep = reference.anchors + reference.window_lengths <= tokens
+def _beginning(reference: Reference, wanted: int | None) -> Reference:
+    ends = reference.anchors + reference.window_lengths
+    first = int(ends.min())
+    tokens = max(_TOKENS, first) if wanted is None else wanted
+    keep = ends <= tokens
     if not bool(keep.any()):
-        first = int((reference.anchors + reference.window_lengths).min())
         raise UserError(f"--tokens {tokens}: the first anchor and its ground truth need {first}")
     documents = reference.document_ids
     return replace(

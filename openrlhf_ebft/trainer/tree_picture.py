@@ -36,7 +36,10 @@ def write_picture(tree: RolloutTree, decode: Callable[[list[int]], str], out: Pa
         UserError: another ending, a tree that is too large, or PNG without matplotlib.
     """
     if len(tree) > MAX_TOKENS:
-        raise UserError(f"a tree of {len(tree)} tokens is too large to draw: at most {MAX_TOKENS}; lower --tokens")
+        raise UserError(
+            f"a tree of {len(tree)} tokens is too large to draw: at most {MAX_TOKENS}; lower --tokens, --samples or "
+            "the length of completions (rollout.max_new_tokens, in strided mode data.generate_max_len)"
+        )
     if out.suffix == ".html":
         out.write_text(_html(tree, decode), encoding="utf-8")
     elif out.suffix == ".png":

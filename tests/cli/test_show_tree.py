@@ -38,10 +38,13 @@ def test_pictures(config, tmp_path, capsys, name):
         assert out.read_bytes().startswith(b"\x89PNG")
 
 
-def test_text_of_tokens_is_escaped(config, tmp_path):
+def test_a_late_first_anchor_is_drawn_and_text_of_tokens_is_escaped(config, tmp_path):
+    """Without --tokens the picture goes as far as the first anchor needs: 36 and a window of 4."""
     out = tmp_path / "tree.html"
-    assert main(["show-tree", config, "--out", str(out), "--tokens", "40", "--samples", "1"]) == 0
-    assert "&lt;unk&gt;" in out.read_text(encoding="utf-8")
+    assert main(["show-tree", config, "--out", str(out), "--samples", "1", "--data.context_length", "36"]) == 0
+    text = out.read_text(encoding="utf-8")
+    assert text.count("<td>anchor 36, completion") == 1 and text.count('class="token anchor"') == 1
+    assert "&lt;unk&gt;" in text
 
 
 @pytest.mark.parametrize(
