@@ -41,6 +41,11 @@ def escape(value: object) -> str:
     return html.escape(str(value), quote=True)
 
 
+def render_key(key: str) -> str:
+    """A key of the configuration, which may go on in the next line behind a dot or an underscore."""
+    return f"<code>{escape(key).replace('.', '.<wbr>').replace('_', '_<wbr>')}</code>"
+
+
 def render_table(head: Sequence[str], rows: Sequence[Sequence[str]], *, numbers_from: int | None = None) -> str:
     """Returns an HTML table of cells that are HTML already; columns from `numbers_from` hold numbers."""
     top = "".join(f"<th>{cell}</th>" for cell in head)
@@ -69,12 +74,12 @@ def overview(runs: Sequence[RunData]) -> str:
     ]
     for key in _OVERVIEW_KEYS:
         if any(key in run.config for run in runs):
-            rows.append([f"<code>{key}</code>", *(escape(run.config.get(key, "-")) for run in runs)])
+            rows.append([render_key(key), *(escape(run.config.get(key, "-")) for run in runs)])
     return f'<div class="card">{render_table(["", *_run_heads(runs)], rows)}</div>'
 
 
 def _run_heads(runs: Sequence[RunData]) -> list[str]:
-    return [f"{swatch(number)} {escape(run.label)}" for number, run in enumerate(runs)]
+    return [f"{swatch(number)}&nbsp;{escape(run.label)}" for number, run in enumerate(runs)]
 
 
 def _seconds(run: RunData) -> float:
@@ -110,28 +115,26 @@ def _warnings(run: RunData) -> Iterator[str]:
 
 def held_out_table(runs: Sequence[RunData]) -> str:
     """First and last evaluation of each run, and the paired change where the run is at its end."""
-    names = [name for name in _LABELS if any(_ends(run, name) for run in runs)]
+    names = [name for name in _LABELS if any(_evaluated(run, name) for run in runs)]
     if not names:
         return '<p class="dim">No held-out evaluation has been recorded.</p>'
-    rows = []
-    for name in names:
-        row = [_LABELS[name]]
-        for run in runs:
-            ends = _ends(run, name)
-            row.append("-" if ends is None else _before_after(run, name, *ends))
-        rows.append(row)
+    rows = [[_LABELS[name], *(_before_after(run, name) for run in runs)] for name in names]
     head = ["mean of the examples", *_run_heads(runs)]
     note = "First and last evaluation; in brackets the paired change with its standard error, once a run has ended."
     return f'<div class="card">{render_table(head, rows, numbers_from=1)}</div><p class="dim">{note}</p>'
 
 
-def _ends(run: RunData, name: str) -> tuple[float, float] | None:
-    values = [value for record in run.of_phase("evaluation") if (value := record.values.get(name)) is not None]
-    return (values[0], values[-1]) if values else None
+def _evaluated(run: RunData, name: str) -> list[float]:
+    return [value for record in run.of_phase("evaluation") if (value := record.values.get(name)) is not None]
 
 
-def _before_after(run: RunData, name: str, before: float, after: float) -> str:
-    text = f"{format_number(before)} &rarr; {format_number(after)}"
+def _before_after(run: RunData, name: str) -> str:
+    values = _evaluated(run, name)
+    if not values:
+        return "-"
+    if len(values) == 1:
+        return format_number(values[0])
+    text = f"{format_number(values[0])} &rarr; {format_number(values[-1])}"
     for change in run.results.get("changes", []):
         if change["name"] == name:
             error = change["standard_error"]
@@ -171,14 +174,14 @@ def _text(heading: str, text: str) -> str:
 def configurations(runs: Sequence[RunData]) -> str:
     """Keys in which runs differ; for a single run, the keys that are not at their default."""
     if len(runs) == 1:
-        rows = [[f"<code>{key}</code>", _value(default), _value(value)] for key, default, value in _changed(runs[0])]
+        rows = [[render_key(key), _value(default), _value(value)] for key, default, value in _changed(runs[0])]
         return f'<div class="card">{render_table(["key", "default", escape(runs[0].label)], rows)}</div>'
     keys = sorted({key for run in runs for key in run.config})
     rows = []
     for key in keys:
         values = [run.config.get(key, "(no such key)") for run in runs]
         if any(value != values[0] for value in values):
-            rows.append([f"<code>{escape(key)}</code>", *map(_value, values)])
+            rows.append([render_key(key), *map(_value, values)])
     if not rows:
         return '<p class="dim">The configurations are equal.</p>'
     return f'<div class="card">{render_table(["key", *_run_heads(runs)], rows)}</div>'
@@ -194,11 +197,11 @@ def _changed(run: RunData) -> Iterator[tuple[str, object, object]]:
             model = field.annotation if field is not None else None
         known = model.model_fields.get(name) if model is not None else None
         if known is None:
-            yield escape(key), "(no such key in this version)", value
+            yield key, "(no such key in this version)", value
         elif known.is_required():
-            yield escape(key), "(required)", value
+            yield key, "(required)", value
         elif _plain(known.get_default(call_default_factory=True)) != value:
-            yield escape(key), _plain(known.get_default(call_default_factory=True)), value
+            yield key, _plain(known.get_default(call_default_factory=True)), value
 
 
 def _plain(value: Any) -> Any:

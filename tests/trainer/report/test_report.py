@@ -15,7 +15,7 @@ from openrlhf_ebft.trainer.report.svg import fit_scale, format_number, nice_tick
 from openrlhf_ebft.trainer.report.timing import phase_seconds
 
 EVIL = "</script><script>alert(1)</script><img src=x onerror=alert(2)>&\"'"
-VOID = {"meta", "input", "line", "circle", "polyline", "br"}
+VOID = {"meta", "input", "line", "circle", "polyline", "br", "wbr"}
 
 
 def write_run(folder, *, steps=4, reward=0.5, text="fine", name="run", learning_rate=1e-6, finished=True):
@@ -124,17 +124,26 @@ def test_summary_changes_and_differences(tmp_path):
     assert "2 → 1.5" in text
     assert "(-0.5 ± 0.125)" in text
     assert "stopped or running" in text
-    differences = page[page.index("Differences of the configurations") :]
+    differences = page[page.index("Differences of the configurations") :].replace("<wbr>", "")
     assert "optimizer.learning_rate" in differences
     assert "rollout.temperature" not in differences
 
 
 def test_single_run_shows_what_is_not_the_default(tmp_path):
     page = render_page(load_runs([write_run(tmp_path / "one", learning_rate=0.5)]))
-    table = page[page.index("Configuration, where not the default") :]
+    table = page[page.index("Configuration, where not the default") :].replace("<wbr>", "")
     assert "optimizer.learning_rate" in table
     assert "1e-06" in table
     assert "rollout.temperature" not in table  # 0.6 is the default
+
+
+def test_one_evaluation_is_no_change(tmp_path):
+    run = write_run(tmp_path / "one", finished=False)
+    records = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (run / "metrics.jsonl").write_text("".join(records[:-1]))
+    page = render_page(load_runs([run]))
+    assert '<td>cross-entropy of the ground truth</td><td class="number">2</td>' in page
+    assert "&rarr;" not in page
 
 
 def test_time_of_phases_adds_up(tmp_path):
