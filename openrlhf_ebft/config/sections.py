@@ -55,7 +55,9 @@ class DataConfig(Section):
     )
     apply_chat_template: bool = Field(False, description="wrap plain prompts as a user turn of the chat template")
     chat_template: str | None = Field(None, description="file with a Jinja chat template that replaces the tokenizer's")
-    append_eos: bool = Field(True, description="end every ground truth with the EOS token")
+    append_eos: bool = Field(
+        True, description="end every ground truth with EOS, a chat with the end of turn of its template"
+    )
     max_prompt_tokens: int = Field(1024, ge=1, description="limit of a prompt, in tokens")
     over_long_prompt: Literal["skip", "error", "truncate_left"] = Field(
         "skip", description="what happens to prompts above data.max_prompt_tokens"

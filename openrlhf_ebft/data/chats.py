@@ -11,6 +11,7 @@ import jinja2
 from transformers import PreTrainedTokenizerBase
 
 from openrlhf_ebft.data.errors import RowFault, check_text, kind_of
+from openrlhf_ebft.data.tokenizers import stop_token_ids
 
 Message = dict[str, str]
 """`role` and `content`."""
@@ -87,6 +88,24 @@ def render(messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase) -> s
         kind = "" if isinstance(error, jinja2.TemplateError) else f"{type(error).__name__}: "
         raise RowFault("refused by the chat template", f"the chat template refuses this chat: {kind}{error}") from None
     return check_text(str(rendered), "the rendered chat", "prompt")
+
+
+def turn_end_id(tokenizer: PreTrainedTokenizerBase, model_path: str) -> int:
+    """The token that ends an assistant's turn in a templated chat: what the template writes behind the content.
+
+    EOS where the template writes something else there than a token that ends a completion, or nothing.
+    """
+    eos: int = tokenizer.eos_token_id
+    question, answer = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
+    try:
+        before = render([question], tokenizer) + answer["content"]
+        whole = str(tokenizer.apply_chat_template([question, answer], tokenize=False))
+    except (RowFault, *_TEMPLATE_FAULTS):  # such a template may want a chat of another form
+        return eos
+    if not whole.startswith(before):
+        return eos
+    behind = tokenizer(whole[len(before) :], add_special_tokens=False)["input_ids"][:1]
+    return behind[0] if behind and behind[0] in stop_token_ids(tokenizer, model_path) else eos
 
 
 def _message(column: str, index: int, message: Any) -> Message:

@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from openrlhf_ebft.config.sections import EBFTConfig
 from openrlhf_ebft.core.experience import Reference
+from openrlhf_ebft.data.chats import turn_end_id
 from openrlhf_ebft.data.documents import read_documents
 from openrlhf_ebft.data.errors import DataError, RowFault
 from openrlhf_ebft.data.examples import Example, further_columns, make_examples
@@ -51,7 +52,9 @@ def load_data(
         DataError: nothing to read, no usable rows, or, in strict mode, the first faulty row with file and row.
     """
     report = DataReport(strict=config.data.on_bad_row == "strict")
-    encoder = PromptTokenizer(tokenizer, config.data.append_eos)
+    is_templated = config.data.apply_chat_template or config.data.messages_column is not None
+    turn_end = turn_end_id(tokenizer, config.model.path) if is_templated else None
+    encoder = PromptTokenizer(tokenizer, config.data.append_eos, turn_end)
     if config.data.mode == "strided":
         train, heldout, seen = _load_strided(config, tokenizer, encoder, report, columns)
     else:

@@ -23,7 +23,7 @@ class TurnIds:
 
     prompt: list[int]
     ground_truth: list[int]
-    closing: int = 0  # tokens at the end of the ground truth that were added to close it (EOS)
+    closing: int = 0  # tokens at the end of the ground truth that were added to close it
 
 
 def completion_limit(ground_truth_tokens: int, config: RolloutConfig) -> int:
@@ -36,33 +36,40 @@ def completion_limit(ground_truth_tokens: int, config: RolloutConfig) -> int:
 class PromptTokenizer:
     """Token ids of prompts and ground truths, each on its own, so that a prompt's ids do not depend on its answer."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, append_eos: bool) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, append_eos: bool, turn_end: int | None = None) -> None:
+        """`turn_end`: id of the token that closes the turns of templated chats; EOS when None."""
         self._tokenizer = tokenizer
         self._append_eos = append_eos
         self._bos, self._eos = tokenizer.bos_token_id, tokenizer.eos_token_id
+        self._turn_end = self._eos if turn_end is None else turn_end
         with_special = tokenizer("a", add_special_tokens=True)["input_ids"]
         self._adds_bos = self._bos is not None and with_special[0] == self._bos
 
     def turn_ids(self, example: Example) -> list[TurnIds]:
         """Returns the ids of every turn, each text on its own.
 
-        A ground truth ends with EOS when EOS is appended. In front of a later turn it does where the chat template
-        closes it so: EOS is then the window's, not the next prompt's.
+        A ground truth ends with EOS, that of a templated chat with the end of its turn, when EOS is appended. In front
+        of a later turn it does where the chat template closes it so: the token is then the window's, not the next
+        prompt's.
 
         Raises:
             RowFault: see `_first_prompt` and `_ground_truth`.
         """
+        end = self._turn_end if example.is_templated else self._eos
         turns: list[TurnIds] = []
         for number, turn in enumerate(example.turns):
             prompt = self._plain(turn.prompt) if number else self._first_prompt(turn.prompt, example.is_templated)
-            if turns and self._append_eos and prompt[:1] == [self._eos] and turns[-1].ground_truth[-1:] != prompt[:1]:
-                turns[-1] = TurnIds(turns[-1].prompt, [*turns[-1].ground_truth, *prompt[:1]], closing=1)
+            if turns and self._append_eos and prompt[:1] == [end] and not self._is_ended(turns[-1], end):
+                turns[-1] = TurnIds(turns[-1].prompt, [*turns[-1].ground_truth, end], closing=1)
                 prompt = prompt[1:]
-            turns.append(TurnIds(prompt, self._ground_truth(turn.ground_truth)))
+            turns.append(TurnIds(prompt, self._ground_truth(turn.ground_truth, end)))
         last = turns[-1]
-        if self._append_eos and last.ground_truth[-1:] != [self._eos]:
-            turns[-1] = TurnIds(last.prompt, [*last.ground_truth, self._eos], closing=1)
+        if self._append_eos and not self._is_ended(last, end):
+            turns[-1] = TurnIds(last.prompt, [*last.ground_truth, end], closing=1)
         return turns
+
+    def _is_ended(self, turn: TurnIds, end: int) -> bool:
+        return turn.ground_truth[-1:] in ([self._eos], [end])
 
     def _plain(self, text: str) -> list[int]:
         ids: list[int] = self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
@@ -83,14 +90,13 @@ class PromptTokenizer:
             raise RowFault("empty prompt", "the prompt has no tokens")
         return ids
 
-    def _ground_truth(self, text: str) -> list[int]:
-        """RowFault for an EOS before the end, after which no completion could follow the ground truth."""
+    def _ground_truth(self, text: str, end: int) -> list[int]:
+        """RowFault for EOS or the turn's `end` before the end: no completion could follow the ground truth after it."""
         ids = self._plain(text)
-        if self._eos in ids[:-1]:
-            token = self._tokenizer.eos_token
-            raise RowFault(
-                "EOS inside", f"the ground truth holds {token!r} before its end, at token {ids.index(self._eos)}"
-            )
+        place = next((place for place, token in enumerate(ids[:-1]) if token in (self._eos, end)), None)
+        if place is not None:
+            token = self._tokenizer.convert_ids_to_tokens(ids[place])
+            raise RowFault("EOS inside", f"the ground truth holds {token!r} before its end, at token {place}")
         return ids
 
     def document_ids(self, text: str) -> list[int]:

@@ -1,5 +1,7 @@
 """Chats with several assistant turns: every one an anchor of the same reference, behind the turns that were given."""
 
+import json
+
 import pytest
 import torch
 
@@ -13,6 +15,7 @@ CLOSED = (  # as ChatML does: EOS right behind the content
     "{% if m['role'] == 'assistant' %}{{ eos_token }}{% endif %}{{ '\\n' }}{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
+OWN_END = CLOSED.replace("{{ eos_token }}", "<unk>")
 TRIMMED = CLOSED.replace("m['content']", "m['content'] | trim")
 CHAT = [
     {"role": "system", "content": "be brief"},
@@ -33,11 +36,11 @@ def closed_tokenizer(tmp_path_factory):
 
 @pytest.fixture
 def load(write_rows, make_config):
-    def make(tokenizer, chats, **data):
+    def make(tokenizer, chats, model="m", **data):
         path = write_rows([{"chat": chat} for chat in chats])
-        train, _, report = load_data(
-            make_config(path, **{"messages_column": "chat", "turns": "all", **data}), tokenizer
-        )
+        config = make_config(path, **{"messages_column": "chat", "turns": "all", **data})
+        config = config.model_copy(update={"model": config.model.model_copy(update={"path": str(model)})})
+        train, _, report = load_data(config, tokenizer)
         for reference in train:
             RolloutTree.without_branches(reference)  # checks anchors, windows and masks
         return train, report
@@ -87,6 +90,32 @@ def test_a_template_that_writes_something_before_eos_keeps_it_in_the_prompt(load
     assert texts(reference, chat_tokenizer)[1][0].endswith("hello you\n<eos>user: more\nassistant: ")
     without, _ = load(chat_tokenizer, [CHAT], append_eos=False)
     assert [window for _, window in texts(without[0], chat_tokenizer)] == ["hello you", "no", "it is 42"]
+
+
+@pytest.mark.parametrize(
+    ("stops", "windows"),
+    [
+        ([EOS_ID, 2], ["hello you<unk>", "no<unk>", "it is 42<unk>"]),
+        ([EOS_ID], ["hello you", "no", "it is 42<eos>"]),  # nobody would stop at <unk>
+    ],
+)
+def test_turns_end_as_the_template_ends_them_where_completions_do(load, tmp_path, stops, windows):
+    """Case B05's kind: a chat model's end of turn is often another token than its tokenizer's EOS."""
+    tokenizer = tiny_byte_tokenizer(tmp_path, chat_template=OWN_END)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": stops}))
+    (reference,), _ = load(tokenizer, [CHAT], model=tmp_path)
+    assert [window for _, window in texts(reference, tokenizer)] == windows
+    whole = tokenizer.apply_chat_template(CHAT, tokenize=True, return_dict=False)[:-1]
+    assert reference.token_ids[:-1].tolist() == whole[:-1]
+    assert reference.closings.tolist() == [len(stops) - 1] * 2 + [1]
+    (last,), _ = load(tokenizer, [CHAT], model=tmp_path, turns="last")
+    assert torch.equal(last.token_ids, reference.token_ids)
+    (bare,), _ = load(tokenizer, [CHAT], model=tmp_path, append_eos=False)
+    assert [window for _, window in texts(bare, tokenizer)] == ["hello you", "no", "it is 42"]
+    chat = [*CHAT[:2], {"role": "assistant", "content": "a<unk>b"}]
+    if len(stops) == 2:
+        with pytest.raises(DataError, match="holds '<unk>' before its end, at token 1"):
+            load(tokenizer, [chat], model=tmp_path)
 
 
 def test_without_eos_the_windows_are_the_contents_alone(load, closed_tokenizer):
