@@ -54,6 +54,9 @@ class Launcher(Protocol):
     def result(self, handle: Any) -> bool | None:
         """Whether the run ended well; None while it goes on."""
 
+    def output(self, run: SweepRun, handle: Any) -> str:
+        """Where the output of a run is read: a file, or a command."""
+
     def stop(self, handles: Sequence[Any]) -> None:
         """Called when the sweep is interrupted."""
 
@@ -95,7 +98,7 @@ def run_sweep(
             while waiting and len(active) < parallel:
                 run = waiting.pop(0)
                 active.append((run, launcher.start(run)))
-                say(f"started {run.config.name}")
+                say(f"started {run.config.name}, output: {launcher.output(*active[-1])}")
             time.sleep(_POLL_S)
             for run, handle in list(active):
                 good = launcher.result(handle)
@@ -118,7 +121,7 @@ class LocalRuns:
 
     def start(self, run: SweepRun) -> subprocess.Popen[bytes]:
         """Starts the run in a session of its own, so that an interrupt reaches it once."""
-        with (self._logs / f"{run.config.name}.log").open("ab") as log:
+        with self._file(run).open("ab") as log:
             command = [sys.executable, "-m", "openrlhf_ebft.cli.main", *run.command]
             return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
 
@@ -126,6 +129,13 @@ class LocalRuns:
         """Good is exit code 0."""
         code = handle.poll()
         return None if code is None else code == 0
+
+    def output(self, run: SweepRun, handle: subprocess.Popen[bytes]) -> str:
+        """Its file."""
+        return str(self._file(run))
+
+    def _file(self, run: SweepRun) -> Path:
+        return self._logs / f"{run.config.name}.log"
 
     def stop(self, handles: Sequence[subprocess.Popen[bytes]]) -> None:
         """Interrupts the runs and waits until they have ended their actors."""
@@ -151,6 +161,7 @@ class RayJobs:
             self._client = JobSubmissionClient(address)
         except (ConnectionError, RuntimeError, ValueError) as error:
             raise UserError(f"no Ray cluster answers at {address}: {error}") from None
+        self._address = address
         self._under_way = {JobStatus.PENDING, JobStatus.RUNNING}
         self._succeeded = JobStatus.SUCCEEDED
         self._working_dir = working_dir
@@ -175,6 +186,10 @@ class RayJobs:
         """Good is the status SUCCEEDED."""
         status = self._client.get_job_status(handle)
         return None if status in self._under_way else status == self._succeeded
+
+    def output(self, run: SweepRun, handle: str) -> str:
+        """The command that shows the job's log."""
+        return f"ray job logs --address {self._address} {handle}"
 
     def stop(self, handles: Sequence[str]) -> None:
         """Jobs go on: the cluster holds them, and the same sweep finds them again."""

@@ -27,6 +27,7 @@ def test_jobs_of_a_sweep(cluster, work):
     assert first.returncode == 1, first.stdout + first.stderr
     assert "finished  sweep-a" in first.stdout
     assert "failed  sweep-b" in first.stdout
+    assert f"started sweep-b, output: ray job logs --address {cluster.url} sweep-sweep-b-1\n" in first.stdout
     assert status(cluster, "sweep-sweep-a-1") == "succeeded"
     assert status(cluster, "sweep-sweep-b-1") == "failed"
 

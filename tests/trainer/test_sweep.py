@@ -45,6 +45,9 @@ class Programs:
         self.active -= code is not None
         return None if code is None else code == 0
 
+    def output(self, run, handle):
+        return f"process {handle.pid}"
+
     def stop(self, handles):
         for handle in handles:
             handle.kill()
@@ -128,8 +131,10 @@ def test_local_runs_are_interrupted_and_end(folder):
     launcher = LocalRuns(folder / "logs")
     (run,) = collect_runs([runs.write_config(folder, "ends", policy={"max_steps": 10**6})])
     handle = launcher.start(run)
+    assert launcher.output(run, handle) == str(folder / "logs" / "ends.log")
     time.sleep(1.0)
     launcher.stop([handle])
+    assert (folder / "logs" / "ends.log").is_file()
     assert handle.poll() is not None
     assert launcher.result(handle) is False
 
