@@ -57,6 +57,17 @@ def test_pinned_and_without_root(name):
     assert last_root < order.index("USER")
 
 
+@pytest.mark.parametrize("name", FILES)
+def test_the_user_owns_the_folders_that_it_works_in(name):
+    """A builder may make a WORKDIR as root, and then the package's build could not write beside its sources."""
+    (setup,) = [text for text in arguments(name, "RUN") if "useradd" in text]
+    made = re.search(r"mkdir -p ([^&]+)&& chown -R ray:0 ([^&]+)&&", re.sub(r"\s+", " ", setup))
+    assert made is not None, setup
+    for folder in arguments(name, "WORKDIR"):
+        assert folder in made[1].split()
+        assert any(Path(folder).is_relative_to(owned) for owned in made[2].split())
+
+
 def test_the_toolkit_is_that_of_torch():
     """torch 2.13 asks for the libraries of CUDA 13.0."""
     (base,) = arguments("Dockerfile.gpu", "FROM")
