@@ -14,12 +14,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 # Scores that exist at one time: on a CPU what its cache holds, elsewhere what a small part of the memory holds.
 _CPU_SCORES = 2**19
 _DEVICE_SCORES = 2**27
+_ALIGNED = 32  # keys of a block are a multiple of this: products of odd sizes take twice as long
 
 
 @dataclass(frozen=True)
@@ -38,16 +39,18 @@ class BranchBias:
     reference: Tensor  # (b or 1, R, L or 1, S)
     own: Tensor  # (b or 1, R or 1, L, K)
     reach: list[list[int]]  # (b or 1, R): no token of the branch sees a reference key from this one on
+    open: list[list[int]]  # (b or 1, R): every token of the branch sees all reference keys before this one
 
     @classmethod
     def of(cls, reference: Tensor, own: Tensor, dtype: torch.dtype) -> BranchBias:
         """From the masks of `BranchPlaces.allowed`, bool of the same shapes."""
         trees, branches, _, size = reference.shape
-        reach = [[size] * branches] * trees
+        reach, open_keys = [[size] * branches] * trees, [[0] * branches] * trees
         if reference.device.type == "cpu":  # elsewhere the numbers would have to be waited for
             order = torch.arange(1, size + 1)
             reach = (reference.any(2) * order).amax(-1).clamp(min=1).tolist()
-        return cls(_additive(reference, dtype), _additive(own, dtype), reach)
+            open_keys = reference.all(2).cumprod(-1).sum(-1).tolist()
+        return cls(_additive(reference, dtype), _additive(own, dtype), reach, open_keys)
 
 
 def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
@@ -80,11 +83,12 @@ def attend_branches(
     if own is None:
         nothing = query.new_empty(trees, kv_heads, branches, 0, size)
         own = nothing, nothing
-    return _BranchAttention.apply(grouped, *reference, *own, bias, rule).flatten(3, 4).flatten(1, 2)
+    output = _BranchAttention.apply(grouped, *reference, *own, bias, rule)
+    return output.permute(0, 1, 3, 2, 4, 5).flatten(3, 4).flatten(1, 2)
 
 
 class _BranchAttention(torch.autograd.Function):
-    """query (b, V, R, g, L, d) and keys and values as in `attend_branches` -> (b, V, g, R, L, d)."""
+    """query (b, V, R, g, L, d) and keys and values as in `attend_branches` -> (b, V, R, g, L, d)."""
 
     @staticmethod
     def forward(
@@ -97,15 +101,16 @@ class _BranchAttention(torch.autograd.Function):
         bias: BranchBias,
         rule: ScoreRule,
     ) -> Tensor:
-        output = query.transpose(2, 3).new_empty(query.transpose(2, 3).shape)
-        by_branch = output.transpose(2, 3)
-        for block in _Block.cut(query, key, own_key, bias, rule):
-            rows = block.queries(query) * rule.scaling
-            on_reference, on_own = block.split(block.weights(rows))
+        output = _token_by_token(query)
+        rows = _scaled(query, rule)
+        blocks = list(_Block.cut(query, key, own_key, bias, rule))
+        space = _space_for(blocks, query)
+        for block in blocks:
+            on_reference, on_own = block.divide(block.weights(block.queries(rows), space))
             mixed = torch.bmm(on_reference, block.shared(value))
             if block.num_own:
                 mixed += torch.bmm(block.by_branch(on_own), block.own(own_value)).view_as(mixed)
-            by_branch[block.trees, :, block.branches] = block.as_queries(mixed, query)
+            output[block.trees, :, block.branches] = block.as_queries(mixed, query)
         ctx.save_for_backward(query, key, value, own_key, own_value)
         ctx.bias, ctx.rule = bias, rule
         return output
@@ -114,22 +119,24 @@ class _BranchAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, own_key, own_value = ctx.saved_tensors
-        gradient = gradient.transpose(2, 3)
-        for_query = query.new_empty(query.transpose(2, 3).shape).transpose(2, 3)
+        for_query = _token_by_token(query)
         # Blocks add up: in float32 at least, since there may be many of them.
         total = torch.promote_types(key.dtype, torch.float32)
         for_key, for_value = (torch.zeros(part.mT.shape, dtype=total, device=part.device) for part in (key, value))
         for_own_key, for_own_value = torch.empty_like(own_key), torch.empty_like(own_value)
-        for block in _Block.cut(query, key, own_key, ctx.bias, ctx.rule):
-            rows, pulls = block.queries(query) * ctx.rule.scaling, block.queries(gradient)
-            weights = block.weights(rows)
-            on_weights = block.products(pulls, block.shared(value), own_value)
+        scaled, gradient = _scaled(query, ctx.rule), gradient.contiguous()
+        blocks = list(_Block.cut(query, key, own_key, ctx.bias, ctx.rule))
+        spaces = [_space_for(blocks, query) for _ in range(2)]
+        for block in blocks:
+            rows, pulls = block.queries(scaled), block.queries(gradient)
+            weights = block.weights(rows, spaces[0])
+            on_weights = block.products(pulls, block.shared(value), own_value, spaces[1])
             on_scores = torch.ops.aten._softmax_backward_data(on_weights, weights, -1, weights.dtype)
             if ctx.rule.softcap is not None:
-                products = block.products(rows, block.shared(key), own_key)
+                products = block.products(rows, block.shared(key), own_key, spaces[1])
                 on_scores *= 1 - torch.tanh(products / ctx.rule.softcap).square()
-            shared_scores, own_scores = block.split(on_scores)
-            shared_weights, own_weights = block.split(weights)
+            shared_scores, own_scores = block.divide(on_scores)
+            shared_weights, own_weights = block.divide(weights)
             block.add_shared(for_value, torch.bmm(pulls.mT, shared_weights))
             block.add_shared(for_key, torch.bmm(rows.mT, shared_scores))
             for_rows = torch.bmm(shared_scores, block.shared(key))
@@ -143,6 +150,22 @@ class _BranchAttention(torch.autograd.Function):
         return for_query, *shared, for_own_key, for_own_value, None, None
 
 
+def _scaled(query: Tensor, rule: ScoreRule) -> Tensor:
+    """Queries (b, V, R, g, L, d) times the rule's factor, contiguous: the queries of a block are a view of them."""
+    return torch.mul(query, rule.scaling, out=query.new_empty(query.shape))
+
+
+def _token_by_token(query: Tensor) -> Tensor:
+    """Room for (b, V, R, g, L, d), laid out as (b, R, L, V, g, d): a layer reads the heads of a token together."""
+    trees, kv_heads, branches, shared, steps, size = query.shape
+    return query.new_empty(trees, branches, steps, kv_heads, shared, size).permute(0, 3, 1, 4, 2, 5)
+
+
+def _space_for(blocks: list[_Block], query: Tensor) -> Tensor:
+    """Room for the scores of the largest block, used by all: fresh memory would cost about as much as the scores."""
+    return query.new_empty(max((block.num_scores for block in blocks), default=0))
+
+
 @dataclass(frozen=True, eq=False)
 class _Block:
     """Some branches of some trees (t and n of them): their parts as batches of matrices.
@@ -154,6 +177,8 @@ class _Block:
     trees: slice
     branches: slice
     reach: int  # reference keys that some branch of the block sees; the others are left out
+    open: int  # reference keys that all of the block see, from the first one on
+    shape: torch.Size  # of all queries: (b, V, R, g, L, d)
     key: Tensor  # (b, V, S, d)
     own_key: Tensor  # (b, V, R, K, d)
     bias: BranchBias
@@ -172,9 +197,11 @@ class _Block:
             for branch in range(0, branches, num_branches):
                 rows = slice(tree, min(tree + num_trees, trees))
                 columns = slice(branch, min(branch + num_branches, branches))
-                reaches = bias.reach[rows] if len(bias.reach) > 1 else bias.reach
-                reach = max(max(of_tree[columns]) for of_tree in reaches)
-                yield cls(rows, columns, reach, key, own_key, bias, rule)
+                of_trees = rows if len(bias.reach) > 1 else slice(None)
+                seen = max(max(of_tree[columns]) for of_tree in bias.reach[of_trees]) + own_key.shape[3]
+                reach = min(-(-seen // _ALIGNED) * _ALIGNED - own_key.shape[3], key.shape[2])
+                open_keys = min(min(of_tree[columns]) for of_tree in bias.open[of_trees])
+                yield cls(rows, columns, reach, open_keys, query.shape, key, own_key, bias, rule)
 
     @property
     def num_branches(self) -> int:
@@ -186,6 +213,13 @@ class _Block:
         """K."""
         return self.own_key.shape[3]
 
+    @property
+    def num_scores(self) -> int:
+        """t * V * n * g * L * (reach + K)."""
+        _, kv_heads, _, shared, steps, _ = self.shape
+        queries = (self.trees.stop - self.trees.start) * kv_heads * self.num_branches * shared * steps
+        return queries * (self.reach + self.num_own)
+
     def queries(self, states: Tensor) -> Tensor:
         """(b, V, R, g, L, d) -> (t * V, n * g * L, d) of the block."""
         return states[self.trees, :, self.branches].flatten(2, 4).flatten(0, 1)
@@ -195,13 +229,14 @@ class _Block:
         return rows.view(-1, like.shape[1], self.num_branches, *like.shape[3:])
 
     def shared(self, states: Tensor) -> Tensor:
-        """(b, V, S, d) -> (t * V, reach, d)."""
-        return states[self.trees, :, : self.reach].flatten(0, 1)
+        """(b, V, S, d) -> (t * V, reach + K, d), zeros in the places of the own keys."""
+        part = states[self.trees, :, : self.reach]
+        return nn.functional.pad(part, (0, 0, 0, self.num_own)).flatten(0, 1)
 
     def add_shared(self, states: Tensor, block: Tensor) -> None:
-        """Adds (t * V, d, reach) to (b, V, d, S)."""
+        """Adds (t * V, d, reach + K) to (b, V, d, S), without the places of the own keys."""
         target = states[self.trees, :, :, : self.reach]
-        target += block.view(target.shape)
+        target += block[..., : self.reach].view(target.shape)
 
     def own(self, states: Tensor) -> Tensor:
         """(b, V, R, K, d) -> (t * V * n, K, d)."""
@@ -216,28 +251,36 @@ class _Block:
         """(t * V, n * g * L, x) -> (t * V * n, g * L, x)."""
         return rows.reshape(rows.shape[0] * self.num_branches, -1, rows.shape[2])
 
-    def split(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """(t * V, n * g * L, reach + K) -> the parts of reference keys and of own keys."""
-        return rows[..., : self.reach], rows[..., self.reach :]
+    def divide(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Takes the own keys' part (t * V, n * g * L, K) out of (t * V, n * g * L, reach + K): zeros stay there."""
+        own = rows[..., self.reach :].clone()
+        rows[..., self.reach :] = 0
+        return rows, own
 
-    def products(self, rows: Tensor, shared: Tensor, own: Tensor) -> Tensor:
-        """(t * V, n * g * L, reach + K): rows times shared (t * V, reach, d) and own (b, V, R, K, d) transposed."""
-        on_reference = torch.bmm(rows, shared.mT)
-        if not self.num_own:
-            return on_reference
-        on_own = torch.bmm(self.by_branch(rows), self.own(own).mT)
-        return torch.cat([on_reference, on_own.view(*rows.shape[:2], -1)], dim=-1)
+    def products(self, rows: Tensor, shared: Tensor, own: Tensor, space: Tensor) -> Tensor:
+        """Rows times `shared` of the reference and own (b, V, R, K, d), transposed, written into `space`.
 
-    def weights(self, rows: Tensor) -> Tensor:
-        """Probabilities (t * V, n * g * L, reach + K) of scaled queries (t * V, n * g * L, d)."""
-        scores = self.products(rows, self.shared(self.key), self.own_key)
-        if self.rule.softcap is not None:
-            scores = torch.tanh(scores / self.rule.softcap) * self.rule.softcap
-        on_reference, on_own = self.split(scores)
-        self._add_bias(on_reference, self.bias.reference[..., : self.reach])
+        All operands are contiguous: others would be copied, or multiplied by a slower kernel.
+
+        Returns:
+            (t * V, n * g * L, reach + K), a view of `space`.
+        """
+        products = space[: self.num_scores].view(*rows.shape[:2], -1)
+        torch.bmm(rows, shared.mT, out=products)
         if self.num_own:
-            self._add_bias(on_own, self.bias.own)
-        return torch.softmax(scores, dim=-1)
+            on_own = products[..., self.reach :]
+            on_own.copy_(torch.bmm(self.by_branch(rows), self.own(own).mT).view(on_own.shape))
+        return products
+
+    def weights(self, rows: Tensor, space: Tensor) -> Tensor:
+        """Probabilities (t * V, n * g * L, reach + K) of scaled queries (t * V, n * g * L, d), in `space`."""
+        scores = self.products(rows, self.shared(self.key), self.own_key, space)
+        if self.rule.softcap is not None:
+            scores.div_(self.rule.softcap).tanh_().mul_(self.rule.softcap)
+        self._add_bias(scores[..., self.open : self.reach], self.bias.reference[..., self.open : self.reach])
+        if self.num_own:
+            self._add_bias(scores[..., self.reach :], self.bias.own)
+        return torch.softmax(scores, dim=-1, out=scores if scores.device.type == "cpu" else None)
 
     def _add_bias(self, scores: Tensor, bias: Tensor) -> None:
         """Adds the block's part of bias (b or 1, R or 1, L or 1, x) to scores (t * V, n * g * L, x)."""

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 # Below this many rows reading the weight takes the time, and MKL has the smaller overhead.
-_MIN_ROWS = 8
+MIN_ROWS = 8
 # Packing pays where the rows are few beside the weight; a head of some outputs is not worth it.
 _MIN_PACKED_WEIGHT = 2**12
 _PACKED_ROWS = 128  # rows of a typical product, for which oneDNN chooses the order of the weight
@@ -45,7 +45,7 @@ class OneDNNLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """(..., in) -> (..., out)."""
-        plain = _is_plain(self.weight) and _is_plain(input) and input.numel() >= _MIN_ROWS * self.in_features
+        plain = _is_plain(self.weight) and _is_plain(input) and input.numel() >= MIN_ROWS * self.in_features
         if not plain or torch.is_autocast_enabled("cpu"):
             return super().forward(input)
         return _Linear.apply(input.flatten(0, -2), self.weight, self.bias).view(*input.shape[:-1], self.out_features)
@@ -92,13 +92,14 @@ def pack_linears(model: nn.Module) -> int:
     count = 0
     for parent in list(model.modules()):
         for name, child in parent.named_children():
-            if isinstance(child, nn.Linear) and _is_packable(child):
+            if isinstance(child, nn.Linear) and is_packable(child):
                 setattr(parent, name, PackedLinear(child))
                 count += 1
     return count
 
 
-def _is_packable(module: nn.Linear) -> bool:
+def is_packable(module: nn.Linear) -> bool:
+    """Whether a `PackedLinear` can take the layer's place, and would be worth it."""
     weight = module.weight
     is_known = type(module) in (nn.Linear, OneDNNLinear)
     is_known = is_known and weight.device.type == "cpu" and weight.dtype in (torch.float32, torch.bfloat16)

@@ -54,7 +54,7 @@ def _differentiable(
 def _normalizers(logits: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     """Logarithm of the sum of exp(logits / scale), and entropy: (U,) float32 each."""
     log_mass, entropy = logits.new_empty(2, len(logits), dtype=torch.float32)
-    buffer = _block_buffer(logits)
+    buffer = block_buffer(logits)
     for block, scaled in _scaled_blocks(logits, scale):
         largest = scaled.amax(-1, keepdim=True)
         masses = torch.exp(scaled.sub_(largest), out=buffer[: len(scaled)])
@@ -113,15 +113,18 @@ def rows_at_once(logits: Tensor) -> int:
     return _CACHED_ROWS if logits.device.type == "cpu" else max(len(logits), 1)
 
 
-def _block_buffer(logits: Tensor) -> Tensor:
-    # One for all blocks: a tensor for each would be memory that the system hands out and clears anew every time.
+def block_buffer(logits: Tensor) -> Tensor:
+    """Room (rows_at_once, V) float32 for rows of logits (U, V), one for all blocks of them.
+
+    A tensor for each block would be memory that the system hands out and clears anew every time.
+    """
     return logits.new_empty(min(rows_at_once(logits), len(logits)), logits.shape[1], dtype=torch.float32)
 
 
 def _scaled_blocks(logits: Tensor, scale: Tensor) -> Iterator[tuple[slice, Tensor]]:
     """Rows of `logits` / `scale` in float32, block by block; a block's tensor is overwritten by the next one."""
     rows = rows_at_once(logits)
-    buffer = _block_buffer(logits)
+    buffer = block_buffer(logits)
     for start in range(0, len(logits), rows):
         block = slice(start, min(start + rows, len(logits)))
         scaled = buffer[: block.stop - start].copy_(logits[block])

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from openrlhf_ebft.core.branch_attention import BranchBias, ScoreRule, attend_branches
 from openrlhf_ebft.core.experience import Completion, Reference, RolloutRequest, SamplingSettings
+from openrlhf_ebft.core.packed_copies import PackedCopies
 from openrlhf_ebft.core.seeding import completion_seed
 from openrlhf_ebft.core.split_attention import BranchPlaces
 from openrlhf_ebft.models.policy import LogitsHead
@@ -135,6 +136,7 @@ class BlockParallelSampler:
         """`model` must take split attention (`takes_split_attention`)."""
         self._model = model
         self._head = LogitsHead(model)
+        self._packed = PackedCopies(model)
 
     @torch.no_grad()
     def sample(self, requests: Sequence[RolloutRequest], sampling: SamplingSettings) -> list[tuple[Completion, ...]]:
@@ -143,8 +145,10 @@ class BlockParallelSampler:
         A completion depends on its context, seed and settings alone, not on what is sampled beside it.
         """
         groups: list[list[tuple[Completion, ...]]] = [[] for _ in requests]
-        with split_attention(self._model):
-            for numbers in _batches(requests):
+        batches = list(_batches(requests))
+        passes = sum(max(_size(requests[i])[2] for i in numbers) for numbers in batches)
+        with split_attention(self._model), self._packed.in_use(passes):
+            for numbers in batches:
                 chosen = [requests[i] for i in numbers]
                 flat = iter(self._sample_batch(chosen, sampling))
                 for number, request in zip(numbers, chosen, strict=True):

@@ -8,23 +8,24 @@ import torch
 from torch import Tensor, nn
 
 from openrlhf_ebft.core.experience import SamplingSettings
-from openrlhf_ebft.core.logprobs import rows_at_once
+from openrlhf_ebft.core.logprobs import block_buffer, rows_at_once
 
 _BLOCK = 256  # tokens whose probabilities are summed before the sums are searched
 
 
-def sampler_logits(logits: Tensor, sampling: SamplingSettings) -> Tensor:
+def sampler_logits(logits: Tensor, sampling: SamplingSettings, space: Tensor | None = None) -> Tensor:
     """Logits of the distribution that is sampled from: temperature, then top-k, then top-p.
 
     At temperature 0 they are the plain logits, of which the largest is taken.
 
     Args:
         logits: (rows, vocabulary), any floating dtype; not modified.
+        space: float32 of that shape that may be overwritten with the result; default: new memory.
 
     Returns:
-        (rows, vocabulary) float32, a tensor of its own; -inf for tokens that top-k or top-p excludes.
+        (rows, vocabulary) float32, not shared with `logits`; -inf for tokens that top-k or top-p excludes.
     """
-    logits = logits.to(torch.float32, copy=True)
+    logits = logits.to(torch.float32, copy=True) if space is None else space.copy_(logits)
     if sampling.temperature == 0:
         return logits
     logits = logits.div_(sampling.temperature)
@@ -80,10 +81,12 @@ def draw_tokens(
     block = rows_at_once(logits)
     starts = range(0, len(logits), block)
     edges = torch.searchsorted(rows, torch.tensor([*starts, len(logits)], device=device)).tolist()
-    drawn = [
-        _draw_block(sampler_logits(logits[start : start + block], sampling), rows[a:b] - start, uniforms[a:b], sampling)
-        for start, a, b in zip(starts, edges, edges[1:], strict=False)
-    ]
+    space = block_buffer(logits)
+    drawn = []
+    for start, first, last in zip(starts, edges, edges[1:], strict=False):
+        part = logits[start : start + block]
+        ready = sampler_logits(part, sampling, space[: len(part)])
+        drawn.append(_draw_block(ready, rows[first:last] - start, uniforms[first:last], sampling))
     return torch.cat([tokens for tokens, _ in drawn]), torch.cat([logprobs for _, logprobs in drawn])
 
 
