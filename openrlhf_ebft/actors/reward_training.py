@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 from collections.abc import Callable, Mapping
@@ -15,6 +16,8 @@ from openrlhf_ebft.actors.waiting import wait_for
 from openrlhf_ebft.config.reward_training import RewardConfig
 from openrlhf_ebft.rad.reward_checkpoint import RewardCheckpoints
 from openrlhf_ebft.rad.reward_training import PrefixRewardTrainSpec, RewardStep
+
+logger = logging.getLogger(__name__)
 
 
 class RewardRank:
@@ -39,9 +42,9 @@ class RewardRank:
 
         self.trainer = DeepSpeedRewardTrainer(config.backbone, texts, labels, spec, config.training.zero_stage)
 
-    def total_steps(self) -> int:
-        """Optimizer steps of the whole run."""
-        return self.trainer.total_steps
+    def plan(self) -> tuple[int, str | None]:
+        """Optimizer steps of the whole run, and what to warn the user of."""
+        return self.trainer.total_steps, self.trainer.warning
 
     def train_step(self) -> RewardStep:
         """One optimizer step of all ranks."""
@@ -93,7 +96,9 @@ def train_on_ranks(
         on_all("start", [actor.setup.remote(rank, ranks, address) for rank, actor in enumerate(actors)])
         texts, labels = (ray.put(part) for part in train)
         on_all("load model", [actor.build.remote(config, spec, texts, labels) for actor in actors])
-        (steps,) = on_all("start", [actors[0].total_steps.remote()])
+        ((steps, warning),) = on_all("start", [actors[0].plan.remote()])
+        if warning:
+            logger.warning(warning)
         newest, done = checkpoints.newest(), 0
         if newest is not None:
             done = on_all("load checkpoint", [actor.load_checkpoint.remote(str(newest)) for actor in actors])[0]

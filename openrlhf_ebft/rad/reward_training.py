@@ -119,10 +119,6 @@ class RewardTrainer:
         world_size: int = 1,
     ) -> None:
         _check_lengths(model, examples)
-        if examples.num_cut and rank == 0:
-            logger.warning(
-                "%d of %d texts are cut to max_length = %d tokens", examples.num_cut, len(examples), spec.max_length
-            )
         self.model = model.train()
         self.examples = examples
         self.spec = spec
@@ -136,6 +132,14 @@ class RewardTrainer:
         spec = self.spec
         self.optimizer = AdamW(self.model.parameters(), lr=spec.learning_rate, weight_decay=spec.weight_decay)
         self.scheduler = LambdaLR(self.optimizer, self.schedule_factor)
+
+    @property
+    def warning(self) -> str | None:
+        """What the user should know of the examples before training starts; None: nothing."""
+        if not self.examples.num_cut:
+            return None
+        size = len(self.examples)
+        return f"{self.examples.num_cut} of {size} texts are cut to max_length = {self.spec.max_length} tokens"
 
     def schedule_factor(self, step: int) -> float:
         """Linear decay: step 0 has the peak, step `total_steps` would have 0."""
@@ -287,6 +291,8 @@ def train_prefix_reward_model(
     newest = checkpoints.newest() if checkpoints is not None else None
     state = None if newest is None else read_process_state(newest, model)
     trainer = RewardTrainer(model.to(device or default_device()), examples, spec)
+    if trainer.warning:
+        logger.warning(trainer.warning)
     if state is not None:
         trainer.load_state(state)
         logger.info("resumed at step %d of %d", trainer.step, trainer.total_steps)

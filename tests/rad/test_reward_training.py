@@ -241,11 +241,12 @@ def test_shares_of_ranks_add_up_to_the_whole_batch(tmp_path):
         torch.testing.assert_close(torch.stack(shares).mean(0), gradients(0, 1, step), atol=1e-7, rtol=1e-4)
 
 
-def test_case_b17_long_texts_are_cut_and_counted_or_refused_with_both_numbers(tmp_path, caplog):
+def test_case_b17_long_texts_are_cut_and_counted_or_refused_with_both_numbers(tmp_path):
     model, tokenizer = build_reward_model(save_backbone(tmp_path, "gpt2"), seed=0)  # 64 positions
     texts = ["w3 " * 70, "w4 " * 8, "w5 " * 9]
-    RewardTrainer(model, RewardExamples(tokenizer, texts, [0.0, 1.0, 1.0], 8), PrefixRewardTrainSpec(max_length=8))
-    assert "2 of 3 texts are cut to max_length = 8 tokens" in caplog.text
+    examples = RewardExamples(tokenizer, texts, [0.0, 1.0, 1.0], 8)
+    trainer = RewardTrainer(model, examples, PrefixRewardTrainSpec(max_length=8))
+    assert trainer.warning == "2 of 3 texts are cut to max_length = 8 tokens"
     examples = RewardExamples(tokenizer, texts, [0.0, 1.0, 1.0], 100)
     with pytest.raises(ValueError, match="a text has 70 tokens, but the backbone reads 64: set max_length to 64"):
         RewardTrainer(model, examples, PrefixRewardTrainSpec(max_length=100))
@@ -315,14 +316,16 @@ class TestCommand:
         load_sequence_classifier(tmp_path / "out")
 
     @pytest.mark.stack
-    def test_two_ranks_equal_one(self, tmp_path, capsys):
-        """Two Ray actors with DeepSpeed end at the weights of one process."""
+    def test_two_ranks_equal_one(self, tmp_path, capsys, caplog):
+        """Two Ray actors with DeepSpeed end at the weights of one process, and warn of the same cut texts."""
         from openrlhf_ebft.cli.train_reward import main
 
-        config = str(self.files(tmp_path))
+        config = str(self.files(tmp_path, max_length=7))
         assert main([config]) == 0
         two = str(tmp_path / "two")
         assert main([config, "--training.ranks", "2", "--output_dir", two]) == 0
+        warnings = [text for text in caplog.messages if "texts are cut to max_length = 7 tokens" in text]
+        assert len(warnings) == 2 and warnings[0] == warnings[1]
         assert "4/4 loss" in capsys.readouterr().err
         one, _ = load_sequence_classifier(tmp_path / "out")
         both, _ = load_sequence_classifier(two)
