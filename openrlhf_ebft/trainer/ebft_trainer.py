@@ -85,7 +85,9 @@ class EBFTTrainer:
         steps = {"supervised warm-up": self.schedule.sft_steps, main: self.schedule.total}
         try:
             for phase, last in steps.items():
-                with self.console.phase(phase, max(last - self.state.step, 0)):
+                if interrupts.requested or self.state.step >= last:
+                    continue  # the bar of a phase without steps would mislead
+                with self.console.phase(phase, last - self.state.step):
                     while self.state.step < last and not interrupts.requested:
                         evaluation = self._step(heldout)
                         checkpoints.look()
