@@ -34,7 +34,7 @@ SETTINGS: dict[str, Any] = {
     "policy": {"max_steps": 14, "sft_warmup_steps": 1},
     "evaluation": {"every_steps": 5, "max_examples": 2},
     "checkpoint": {"every_steps": 3, "on_full_disk": "warn"},
-    "recovery": {"max_restarts": 8, "backoff_s": 0.5, "heartbeat_s": 5.0},
+    "recovery": {"max_restarts": 8, "backoff_s": 0.5, "heartbeat_s": 10.0},
     "placement": {"schedule_timeout_s": 90.0},
 }
 
@@ -57,6 +57,14 @@ def kill_trainer_rank(run: Run) -> Outcome:
 
 def hang_engine(run: Run) -> Outcome:
     return harmed(run, "RolloutEngineActor", "rollout engine 0 is back", "its requests", signal.SIGSTOP)
+
+
+def hang_feature_network(run: Run) -> Outcome:
+    return harmed(run, "FeatureNetworkActor", "feature network 0 is back", "its trees", signal.SIGSTOP)
+
+
+def hang_aggregator(run: Run) -> Outcome:
+    return harmed(run, "RewardAggregatorActor", "reward aggregator is back", "the step's rewards", signal.SIGSTOP)
 
 
 def hang_trainer_rank(run: Run) -> Outcome:
@@ -174,6 +182,8 @@ CASES = {
         Case(kill_driver),
         Case(kill_node, nodes=2),
         Case(hang_engine),
+        Case(hang_feature_network),
+        Case(hang_aggregator),
         Case(hang_trainer_rank),
         Case(out_of_memory),
         Case(full_disk),

@@ -3,7 +3,8 @@
 import json
 
 import pytest
-from transformers import AutoModelForCausalLM
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.trainer import runs
 
@@ -12,12 +13,24 @@ pytestmark = pytest.mark.stack
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Pairs of which every seventh has a `7`, and a model `bad` in which that token's embedding is infinite."""
+    """Pairs of which every seventh has a `7`, and a model `bad` in which that token's embedding is infinite.
+
+    Others have an `8`, whose embedding is so short there that its norm scales gradients by 1e22: out of float32, while
+    the loss stays a number.
+    """
     path = tmp_path_factory.mktemp("nonfinite")
     runs.write_inputs(path, rows=20)
     rows = runs.write_infinite_token(path, path / "pairs.jsonl")
     (path / "sevens.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[::7]) * 4)
-    assert AutoModelForCausalLM.from_pretrained(path / "bad").model.embed_tokens.weight.isinf().any()
+    for row in rows[3::7]:
+        row["ground_truth"] += " 8"
+    (path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    model = AutoModelForCausalLM.from_pretrained(path / "bad")
+    assert model.model.embed_tokens.weight.isinf().any()
+    model.config.rms_norm_eps = 0.0
+    with torch.no_grad():
+        model.model.embed_tokens.weight[AutoTokenizer.from_pretrained(path / "bad")("8")["input_ids"][0]] = 1e-22
+    model.save_pretrained(path / "bad")
     return path
 
 
@@ -30,14 +43,19 @@ def settings(**policy):
     }
 
 
-def check_skipped(records, reason):
-    """Three examples have the token: the steps that hold them changed nothing, and say why; the others went on."""
+def check_skipped(records, *reasons):
+    """Three examples have a token: the steps that hold them changed nothing, and say why; the others went on.
+
+    Returns the examples named, by reason.
+    """
     skipped = [record for record in records if record["applied"] == 0]
     assert 1 <= len(skipped) < len(records)
-    examples = [example for record in skipped for example in record["skipped_examples"]]
-    assert len(examples) == len(set(examples)) and all(record["skipped_because"] == reason for record in skipped)
+    named = {reason: [] for reason in reasons}
+    for record in skipped:
+        named[record["skipped_because"]] += record["skipped_examples"]
+    assert all(len(examples) == len(set(examples)) for examples in named.values())
     assert records[-1]["nonfinite_steps"] == len(skipped)
-    return examples
+    return named
 
 
 def test_features_that_are_not_finite_cost_their_step_and_no_more(folder):
@@ -47,19 +65,27 @@ def test_features_that_are_not_finite_cost_their_step_and_no_more(folder):
     records = runs.read_metrics(folder, "features")
     assert [record["step"] for record in records] == list(range(1, 11))
     # The sampler may draw the token, too, so that more than the three rows are concerned.
-    assert len(check_skipped(records, "features are not finite")) >= 3
+    assert len(check_skipped(records, "features are not finite")["features are not finite"]) >= 3
     versions = [record["rollout/weight_version"] for record in records]
     applied = [record["applied"] for record in records]
     assert versions == [sum(applied[:number]) for number in range(10)], "a skipped step must not change the weights"
     assert "changed nothing: features are not finite, examples " in output
 
 
-def test_a_loss_that_is_not_finite_costs_its_step_and_names_the_examples(folder):
-    options = settings(max_steps=0, sft_warmup_steps=10) | {"model": {"path": str(folder / "bad")}}
+def test_a_loss_or_a_gradient_that_is_not_finite_costs_its_step_and_names_the_examples(folder):
+    """A loss names its own examples, a gradient that overflowed all of its batch."""
+    options = settings(max_steps=0, sft_warmup_steps=10, max_nonfinite_steps=10)
+    options |= {"model": {"path": str(folder / "bad")}}
     code, output = runs.run("train", str(runs.write_config(folder, "loss", **options)))
     assert code == 0, output
-    names = check_skipped(runs.read_metrics(folder, "loss"), "the loss is not finite")
+    records = runs.read_metrics(folder, "loss")
+    loss, gradient = "the loss is not finite", "the gradient is not finite"
+    names, batches = check_skipped(records, loss, gradient).values()
     assert len(names) == 3
+    assert batches and len(batches) % 2 == 0
+    for record in records:
+        because = record.get("skipped_because")
+        assert (record["loss"] is None) == (because == loss) and (record["grad_norm"] is None) == (because is not None)
     assert all(f"examples {name}" in output or f", {name}" in output for name in names)
     model = AutoModelForCausalLM.from_pretrained(folder / "runs" / "loss" / "model")
     assert not any(parameter.isnan().any() for parameter in model.parameters())
