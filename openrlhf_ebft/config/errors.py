@@ -16,3 +16,8 @@ class ConfigError(UserError):
         self.problems = tuple(problems)
         count = "1 problem" if len(self.problems) == 1 else f"{len(self.problems)} problems"
         super().__init__(f"{source}: {count}\n" + "\n".join(f"  - {problem}" for problem in self.problems))
+
+
+def one_line(error: Exception) -> str:
+    """A library's message without line breaks: the last line of a failed job's log is what a user sees of it."""
+    return " ".join(str(error).split())

@@ -11,6 +11,7 @@ import jinja2
 import jinja2.sandbox
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
+from openrlhf_ebft.config.errors import one_line
 from openrlhf_ebft.config.sections import EBFTConfig
 from openrlhf_ebft.data.errors import DataError
 
@@ -38,7 +39,7 @@ def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> PreTrainedT
         folder = str(local.parent) if source else path
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code, **source)
     except (OSError, ValueError, KeyError, struct.error) as error:
-        raise DataError(f"tokenizer {path!r} could not be loaded: {error}") from None
+        raise DataError(f"tokenizer {path!r} could not be loaded: {one_line(error)}") from None
     if tokenizer.eos_token_id is None:
         raise DataError(f"tokenizer {path!r} has no EOS token: completions could never stop")
     if tokenizer.pad_token_id is None:

@@ -10,7 +10,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig
 
-from openrlhf_ebft.config.errors import UserError
+from openrlhf_ebft.config.errors import UserError, one_line
 from openrlhf_ebft.config.sections import EBFTConfig
 from openrlhf_ebft.core.experience import Reference
 from openrlhf_ebft.core.positions import position_limit
@@ -73,7 +73,7 @@ def _read_config(key: str, path: str, trust_remote_code: bool) -> Any:
     except (OSError, ValueError, KeyError) as error:
         # A job's relative paths lie in Ray's copy of the working directory: say where was looked.
         where = "" if Path(path).exists() else f"no such folder in {Path.cwd()}, and as a name of the hub "
-        raise UserError(f"{key} = {path}: {where}its configuration cannot be read: {error}") from None
+        raise UserError(f"{key} = {path}: {where}its configuration cannot be read: {one_line(error)}") from None
     return model.get_text_config()
 
 

@@ -206,6 +206,7 @@ def test_models_that_cannot_be_used(folder, capsys, name):
         change(folder)
     code, output = train(folder, capsys, model=model)
     check_refused(folder, code, output, *texts)
+    assert output.splitlines()[-1].startswith(("error: ", "  - ")), "a failed job's last line says what failed"
 
 
 @pytest.mark.parametrize(
