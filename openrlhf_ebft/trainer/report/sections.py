@@ -79,7 +79,7 @@ def overview(runs: Sequence[RunData]) -> str:
 
 
 def _run_heads(runs: Sequence[RunData]) -> list[str]:
-    return [f"{swatch(number)}&nbsp;{escape(run.label)}" for number, run in enumerate(runs)]
+    return [f"{swatch(number)} {escape(run.label)}" for number, run in enumerate(runs)]
 
 
 def _seconds(run: RunData) -> float:

@@ -51,8 +51,8 @@ def time_bars(runs: Sequence[RunData]) -> str:
         )
         rest = f'<span style="flex:{1 - total / longest:.4f} 0 0;background:none"></span>' if total < longest else ""
         parts.append(f'<h3>{swatch(number)} {escape(run.label)}</h3><div class="bar">{spans}{rest}</div>')
-        cells = (f"{phases[n]:.1f} s ({phases[n] / total:.0%})" if n in phases else "-" for n in names)
-        rows.append([f"{swatch(number)} {escape(run.label)}", f"{total:.1f} s", *cells])
+        cells = (f"{phases[n]:.1f}&nbsp;s ({phases[n] / total:.0%})" if n in phases else "-" for n in names)
+        rows.append([f"{swatch(number)} {escape(run.label)}", f"{total:.1f}&nbsp;s", *cells])
     keys = "".join(f'<span><i class="{colour[name]}"></i>{escape(name)}</span>' for name in names)
     table = render_table(["run", "all", *map(escape, names)], rows, numbers_from=1)
     return f'<div class="card"><div class="keys">{keys}</div>{"".join(parts)}{table}</div>'
