@@ -23,6 +23,7 @@ from openrlhf_ebft.trainer.run_directory import RunDirectory
 Outcome = Literal["finished before", "finished", "failed", "interrupted"]
 
 _POLL_S = 1.0
+_STOP_WAIT_S = "600"  # for a job to finish its step and save after `ray job stop`; Ray's own is 3
 _GRACE_S = 60.0  # for a local run to end its actors after an interrupt
 
 
@@ -175,7 +176,9 @@ class RayJobs:
             if number.isdigit() and job.status in self._under_way:
                 return job.submission_id
         numbers = [int(n) for job in jobs if (n := job.submission_id.removeprefix(prefix)).isdigit()]
-        environment = {"working_dir": self._working_dir} if self._working_dir else {}
+        environment: dict[str, Any] = {"env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": _STOP_WAIT_S}}
+        if self._working_dir:
+            environment["working_dir"] = self._working_dir
         return self._client.submit_job(
             entrypoint=shlex.join(["openrlhf-ebft", *run.command]),
             submission_id=f"{prefix}{max(numbers, default=0) + 1}",

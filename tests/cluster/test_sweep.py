@@ -37,3 +37,5 @@ def test_jobs_of_a_sweep(cluster, work):
     assert "finished before  sweep-a" in second.stdout
     assert "finished  sweep-b" in second.stdout
     assert status(cluster, "sweep-sweep-b-2") == "succeeded"
+    jobs = cluster.run("ray", "job", "list", "--address", cluster.url)
+    assert "'RAY_JOB_STOP_WAIT_TIME_S': '600'" in jobs.stdout + jobs.stderr  # a stopped job has time to save
