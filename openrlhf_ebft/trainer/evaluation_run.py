@@ -32,6 +32,7 @@ def run_evaluation(config: EBFTConfig, out: Path | None, result_stream: TextIO) 
     run = prepare_run(config, console)
     if not run.heldout:
         raise UserError("no row is held out: set evaluation.max_examples and data.heldout_fraction above 0")
+    console.say(f"{len(run.heldout)} held-out rows are evaluated")
     table: dict[str, Any] = {"model": config.model.path, "seed": config.seed}
 
     def work(actors: RunActors, interrupts: Interrupts) -> None:

@@ -126,6 +126,11 @@ def _resume(
 
 
 def _train(run: PreparedRun, folder: RunDirectory, checkpoint: Checkpoint | None, console: Console) -> int:
+    heldout = f"{len(run.heldout)} held-out rows are evaluated"
+    console.say(f"schedule: {_describe(run.config, run.schedule, run.plan)}; {heldout}")
+    for note in _batch_notes(run.config, run.plan):
+        console.say(f"note: {note}")
+
     def work(actors: RunActors, interrupts: Interrupts) -> None:
         if checkpoint is None:
             folder.create(run.config)
@@ -232,9 +237,6 @@ def prepare_run(config: EBFTConfig, console: Console) -> PreparedRun:
     tasks = EvaluationTasks.prepare(config, tokenizer, heldout)
     plan = BatchPlan(len(train), config.policy.prompts_per_step, config.seed, config.data.shuffle)
     schedule = make_schedule(config, plan)
-    console.say(f"schedule: {_describe(config, schedule, plan)}; {len(heldout)} held-out rows are evaluated")
-    for note in _batch_notes(config, plan):
-        console.say(f"note: {note}")
     return PreparedRun(
         config=config,
         tokenizer=tokenizer,
