@@ -74,7 +74,7 @@ pre { background: var(--code); border-radius: 6px; padding: 9px 11px; margin: 4p
 details { margin-top: 14px } summary { cursor: pointer; font-weight: 600 } details[open] summary { margin-bottom: 10px }
 footer { margin-top: 40px; color: var(--dim); font-size: 13px }
 @media (max-width: 640px) { th { white-space: normal } td { overflow-wrap: anywhere; min-width: 6.5em }
-  td.number { min-width: 0; white-space: normal; overflow-wrap: normal } td.number .dim { display: inline-block }
+  td.number { min-width: 5.5em; white-space: normal; overflow-wrap: normal } td.number .dim { display: inline-block }
   td code { overflow-wrap: normal } }
 @media print { .legend { position: static } figure, .card { break-inside: avoid } }
 """
