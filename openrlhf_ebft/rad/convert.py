@@ -8,9 +8,13 @@ pinv(W) b to it adds W pinv(W) b = b to the outputs, exactly when the rows of W 
 from __future__ import annotations
 
 import json
+import pickle
+import warnings
 from pathlib import Path
+from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from transformers import GPT2Config, GPT2ForSequenceClassification
 
@@ -19,6 +23,16 @@ from openrlhf_ebft.rad.loading import has_tokenizer, load_tokenizer
 WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
 # GPT-2 of every published size has heads of 64 values; the state dict alone does not tell.
 HEAD_WIDTH = 64
+# The weights that every GPT-2 has and that tell its shapes.
+_SHAPE_GIVERS = ("wte.weight", "wpe.weight", "ln_f.bias", "h.0.mlp.c_fc.weight")
+# What config.json states and the weights do not tell.
+_STATED = (
+    "activation_function",
+    "layer_norm_epsilon",
+    "reorder_and_upcast_attn",
+    "scale_attn_by_inverse_layer_idx",
+    "scale_attn_weights",
+)
 # Largest difference, relative to the bias, that the moved bias may show before the head counts as dependent.
 _BIAS_TOLERANCE = 1e-4
 
@@ -50,10 +64,11 @@ def convert_reward_model(
     trunk, head, bias = split_weights(_read_weights(weights_path), weights_path)
     config = _config_of(trunk, head, weights_path.parent / "config.json", num_heads)
     model = GPT2ForSequenceClassification(config).eval()
-    if bias is not None:
-        trunk["ln_f.bias"] = trunk["ln_f.bias"].float() + bias_shift(head, bias)
     state = {f"transformer.{name}": tensor.float() for name, tensor in trunk.items()} | {"score.weight": head.float()}
     _load(model, state, weights_path)
+    if bias is not None:
+        with torch.no_grad():
+            model.transformer.ln_f.bias += bias_shift(head, bias)
     vocabulary = load_tokenizer(tokenizer or _tokenizer_folder(weights_path.parent))
     model.config.pad_token_id = vocabulary.pad_token_id
     folder = Path(output_dir)
@@ -69,7 +84,7 @@ def split_weights(
     """The GPT-2's own weights (names as in GPT2Model), the head [outputs, hidden], its bias [outputs] or None.
 
     Raises:
-        ValueError: no head, or no GPT-2 weights; the message lists the names found.
+        ValueError: no head, or no GPT-2 weights (the message lists the names found), or a head of other shapes.
     """
     trunk: dict[str, torch.Tensor] = {}
     head: dict[str, torch.Tensor] = {}
@@ -80,18 +95,30 @@ def split_weights(
             head[rest] = tensor
         elif not rest.endswith((".attn.bias", ".attn.masked_bias")):  # causal masks of older library versions
             trunk[short.removeprefix("transformer.")] = tensor
-    if "weight" not in head or "wte.weight" not in trunk or "ln_f.bias" not in trunk:
+    missing = [f"transformer.{name}" for name in _SHAPE_GIVERS if name not in trunk]
+    missing += [] if "weight" in head else ["lm_head.weight"]
+    if missing:
         found = ", ".join(sorted(weights)[:6])
         raise ValueError(
-            f"{origin} is not a GPT-2 with a linear head: it needs lm_head.weight, transformer.wte.weight and "
-            f"transformer.ln_f.bias; it holds {found}, ..."
+            f"{origin} is not a GPT-2 with a linear head: {', '.join(missing)} missing; it holds {found}, ..."
         )
-    if head["weight"].size(0) == trunk["wte.weight"].size(0):
+    if head["weight"].dim() == 2 and head["weight"].size(0) == trunk["wte.weight"].size(0):
         raise ValueError(
             f"{origin}: its head has as many outputs as the vocabulary has tokens ({head['weight'].size(0)}); "
             "it is a language model, not a reward model"
         )
+    _check_head(head["weight"], head.get("bias"), origin)
     return trunk, head["weight"], head.get("bias")
+
+
+def _check_head(weight: torch.Tensor, bias: torch.Tensor | None, origin: Path) -> None:
+    shapes = f"weight {tuple(weight.shape)}" + ("" if bias is None else f" and bias {tuple(bias.shape)}")
+    if weight.dim() != 2 or (bias is not None and bias.shape != weight.shape[:1]):
+        raise ValueError(
+            f"{origin}: its head must be [outputs, hidden] with a bias [outputs] or none, but has {shapes}"
+        )
+    if not all(bool(part.isfinite().all()) for part in (weight, bias) if part is not None):
+        raise ValueError(f"{origin}: its head holds values that are not finite")
 
 
 def bias_shift(head: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
@@ -121,23 +148,39 @@ def _find_weights(source: Path) -> Path:
 
 def _read_weights(path: Path) -> dict[str, torch.Tensor]:
     if path.suffix == ".safetensors":
-        return load_file(path)
-    weights = torch.load(path, map_location="cpu", weights_only=True)
-    if not isinstance(weights, dict) or not all(isinstance(value, torch.Tensor) for value in weights.values()):
+        try:
+            return load_file(path)
+        except SafetensorError as fault:
+            raise ValueError(f"{path} is no safetensors file, or damaged: {fault}") from fault
+    weights = _unpickled(path)
+    named = isinstance(weights, dict) and all(isinstance(name, str) for name in weights)
+    if not named or not all(isinstance(value, torch.Tensor) for value in weights.values()):
         raise ValueError(f"{path} must hold a state dict of tensors, but holds a {type(weights).__name__}")
     return weights
+
+
+def _unpickled(path: Path) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about the format of files that are then refused
+        try:
+            return torch.load(path, map_location="cpu", weights_only=True)
+        except (pickle.UnpicklingError, EOFError, RuntimeError) as fault:
+            # torch's own message tells how to run what the file holds.
+            raise ValueError(
+                f"{path} is damaged or holds more than tensors; it is read with weights_only, so nothing in it was run"
+            ) from fault
 
 
 def _config_of(
     trunk: dict[str, torch.Tensor], head: torch.Tensor, config_file: Path, num_heads: int | None
 ) -> GPT2Config:
     """GPT-2's shapes from the weights; the rest from config.json if there is one."""
-    stated = json.loads(config_file.read_text()) if config_file.is_file() else {}
+    stated = _read_config(config_file) if config_file.is_file() else {}
     hidden = trunk["wte.weight"].size(1)
-    heads = num_heads or stated.get("n_head") or hidden // HEAD_WIDTH
-    if heads < 1 or hidden % heads:
-        raise ValueError(f"{heads} attention heads do not divide the hidden size {hidden}; give num_heads")
-    kept = {name: stated[name] for name in ("activation_function", "layer_norm_epsilon") if name in stated}
+    heads = stated.get("n_head", hidden // HEAD_WIDTH) if num_heads is None else num_heads
+    if not isinstance(heads, int) or heads < 1 or hidden % heads:
+        raise ValueError(f"{heads!r} attention heads do not divide the hidden size {hidden}; give num_heads")
+    kept = {name: stated[name] for name in _STATED if name in stated}
     blocks = {int(name.split(".")[1]) for name in trunk if name.startswith("h.")}
     return GPT2Config(
         vocab_size=trunk["wte.weight"].size(0),
@@ -151,8 +194,21 @@ def _config_of(
     )
 
 
+def _read_config(path: Path) -> dict[str, Any]:
+    try:
+        stated = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as fault:
+        raise ValueError(f"{path} is not JSON: {fault}") from None
+    if not isinstance(stated, dict):
+        raise ValueError(f"{path} must hold an object, but holds a {type(stated).__name__}")
+    return stated
+
+
 def _load(model: GPT2ForSequenceClassification, state: dict[str, torch.Tensor], origin: Path) -> None:
-    missing, unexpected = model.load_state_dict(state, strict=False)
+    try:
+        missing, unexpected = model.load_state_dict(state, strict=False)
+    except RuntimeError as fault:  # names the weights whose shapes differ
+        raise ValueError(f"{origin} does not fit a GPT-2 classifier: {fault}") from fault
     if missing or unexpected:
         raise ValueError(
             f"{origin} does not fit a GPT-2 classifier: missing {', '.join(missing[:5]) or 'none'}; "

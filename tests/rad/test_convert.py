@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 
 import pytest
 import torch
@@ -95,7 +96,7 @@ def test_faults_are_named(tmp_path):
     with pytest.raises(ValueError, match="5 attention heads do not divide the hidden size 32"):
         convert_reward_model(folder, tmp_path / "out", num_heads=5)
     torch.save({"a": torch.zeros(1)}, folder / "pytorch_model.bin")
-    with pytest.raises(ValueError, match="not a GPT-2 with a linear head.*it holds a"):
+    with pytest.raises(ValueError, match="not a GPT-2 with a linear head: .*lm_head.weight missing; it holds a"):
         convert_reward_model(folder, tmp_path / "out")
     del weights["model.transformer.h.1.ln_1.bias"]
     torch.save(weights, folder / "pytorch_model.bin")
@@ -106,14 +107,57 @@ def test_faults_are_named(tmp_path):
         convert_reward_model(folder, tmp_path / "out", num_heads=4)
 
 
-def test_files_with_code_are_refused(tmp_path):
+def test_files_with_code_are_refused(tmp_path, capsys):
     class Evil:
         def __reduce__(self):
             return print, ("this must not run",)
 
-    torch.save({"model.lm_head.weight": Evil()}, tmp_path / "pytorch_model.bin")
-    with pytest.raises(Exception, match="[Ww]eights.only"):
-        convert_reward_model(tmp_path, tmp_path / "out")
+    for write in (torch.save, lambda content, path: path.write_bytes(pickle.dumps(content))):
+        write({"model.lm_head.weight": Evil()}, tmp_path / "pytorch_model.bin")
+        with pytest.raises(UserError, match=r"pytorch_model\.bin .*read with weights_only, so nothing in it was run"):
+            main([str(tmp_path), str(tmp_path / "out")])
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("model.safetensors", b"x" * 100, "no safetensors file, or damaged"),
+        ("pytorch_model.bin", b"", "is damaged"),
+        ("pytorch_model.bin", {1: torch.zeros(1)}, "must hold a state dict of tensors"),
+        ("pytorch_model.bin", {"model.transformer.wpe.weight": None}, "transformer.wpe.weight missing"),
+        ("pytorch_model.bin", {"model.transformer.h.0.mlp.c_fc.weight": None}, "mlp.c_fc.weight missing"),
+        ("pytorch_model.bin", {"model.transformer.ln_f.bias": torch.zeros(5)}, "does not fit a GPT-2 classifier"),
+        ("pytorch_model.bin", {"model.lm_head.weight": torch.zeros(32)}, r"head must be \[outputs, hidden\]"),
+        ("pytorch_model.bin", {"model.lm_head.bias": torch.zeros(3)}, r"weight \(1, 32\) and bias \(3,\)"),
+        ("pytorch_model.bin", {"model.lm_head.weight": torch.full((1, 32), torch.nan)}, "values that are not finite"),
+        ("config.json", b"{", "config.json is not JSON"),
+        ("config.json", b"[]", "config.json must hold an object"),
+        ("config.json", b'{"n_head": "4"}', "'4' attention heads do not divide the hidden size 32"),
+    ],
+)
+def test_damaged_sources_are_named(name, content, message, tmp_path):
+    weights = AuthorsModel(1).weights()
+    torch.save(weights, tmp_path / "pytorch_model.bin")
+    if isinstance(content, bytes):
+        (tmp_path / name).write_bytes(content)
+    else:
+        changed = {key: tensor for key, tensor in (weights | content).items() if tensor is not None}
+        torch.save(changed, tmp_path / name)
+    heads = [] if name == "config.json" else ["--num-heads", "4"]
+    with pytest.raises(UserError, match=message):
+        main([str(tmp_path), str(tmp_path / "out"), *heads])
+
+
+def test_attention_as_the_config_states_it(tmp_path):
+    make_tokenizer().save_pretrained(tmp_path)
+    source = AuthorsModel(1)
+    torch.save(source.weights(), tmp_path / "pytorch_model.bin")
+    stated = {"n_head": 4, "scale_attn_by_inverse_layer_idx": True}
+    (tmp_path / "config.json").write_text(json.dumps(stated))
+    model, _ = load_sequence_classifier(convert_reward_model(tmp_path, tmp_path / "out"))
+    for name, value in stated.items():
+        assert getattr(model.config, name) == value
 
 
 def test_dependent_rows_are_an_error():
