@@ -17,6 +17,8 @@ def check_examples(texts: Sequence[str], labels: Sequence[float]) -> None:
 
     Faults: different numbers of texts and labels, no example, an empty text, a label that is not in [0, 1].
     """
+    if isinstance(texts, str):
+        raise ValueError("texts must be a list of texts, not one text")
     if len(texts) != len(labels):
         raise ValueError(f"{len(texts)} texts but {len(labels)} labels; give one label per text")
     if len(texts) == 0:
@@ -24,8 +26,15 @@ def check_examples(texts: Sequence[str], labels: Sequence[float]) -> None:
     for index, (text, label) in enumerate(zip(texts, labels, strict=True)):
         if not isinstance(text, str) or not text.strip():
             raise ValueError(f"example {index} has an empty text: {text!r}")
-        if not math.isfinite(label) or not 0 <= label <= 1:
-            raise ValueError(f"example {index} has label {label}; labels must lie in [0, 1]: {text[:60]!r}")
+        if not _is_share(label):
+            raise ValueError(f"example {index} has label {label!r}; labels must lie in [0, 1]: {text[:60]!r}")
+
+
+def _is_share(label: Any) -> bool:
+    try:
+        return bool(0 <= label <= 1)
+    except (TypeError, ValueError, RuntimeError):  # no number, or an array or tensor of several
+        return False
 
 
 @dataclass

@@ -6,6 +6,7 @@ import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from openrlhf_ebft.rad.reward_checkpoint import (
     read_process_state,
     write_process_state,
 )
-from openrlhf_ebft.rad.reward_examples import RewardExamples, batch_indices
+from openrlhf_ebft.rad.reward_examples import RewardExamples, batch_indices, check_examples
 from openrlhf_ebft.rad.reward_loss import prefix_reward_loss, prefix_rewards
 
 logger = logging.getLogger(__name__)
@@ -54,13 +55,14 @@ class PrefixRewardTrainSpec:
     log_every: int = 50
 
     def __post_init__(self) -> None:
-        for name in ("max_length", "batch_size", "epochs", "log_every"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if not (math.isfinite(self.learning_rate) and self.learning_rate > 0):
-            raise ValueError(f"learning_rate must be above 0, got {self.learning_rate}")
-        if not (math.isfinite(self.weight_decay) and self.weight_decay >= 0):
-            raise ValueError(f"weight_decay must be at least 0, got {self.weight_decay}")
+        for name, least in (("max_length", 1), ("batch_size", 1), ("epochs", 1), ("log_every", 1), ("seed", 0)):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
+                raise ValueError(f"{name} must be a whole number, at least {least}, got {value!r}")
+        if not (isinstance(self.learning_rate, Real) and 0 < self.learning_rate < math.inf):
+            raise ValueError(f"learning_rate must be above 0, got {self.learning_rate!r}")
+        if not (isinstance(self.weight_decay, Real) and 0 <= self.weight_decay < math.inf):
+            raise ValueError(f"weight_decay must be at least 0, got {self.weight_decay!r}")
 
 
 @dataclass(frozen=True)
@@ -286,6 +288,7 @@ def train_prefix_reward_model(
             backbone that is not decoder-only, a checkpoint of another run.
     """
     spec = spec or PrefixRewardTrainSpec()
+    check_examples(texts, labels)  # before the backbone is loaded, which takes long
     model, tokenizer = build_reward_model(str(backbone), spec.seed)
     examples = RewardExamples(tokenizer, texts, labels, spec.max_length)
     newest = checkpoints.newest() if checkpoints is not None else None

@@ -112,16 +112,26 @@ def test_rewards_need_a_decoder_with_one_output():
         (["w3", "  "], [0.1, 0.2], "example 1 has an empty text"),
         (["w3", "w4"], [0.1, 1.2], r"example 1 has label 1.2; labels must lie in \[0, 1\]"),
         (["w3"], [float("nan")], "example 0 has label nan"),
+        (["w3"], ["0.5"], "example 0 has label '0.5'"),
+        (["w3", "w4"], [1, None], "example 1 has label None"),
+        ("w3", [0.5, 0.5], "texts must be a list of texts"),
     ],
 )
-def test_bad_examples(texts, labels, message, tmp_path):
+def test_bad_examples_are_named_before_the_backbone_is_loaded(texts, labels, message, tmp_path):
     with pytest.raises(ValueError, match=message):
-        train_prefix_reward_model(save_backbone(tmp_path / "b"), texts, labels, tmp_path / "out", device="cpu")
+        train_prefix_reward_model(tmp_path / "no-backbone", texts, labels, tmp_path / "out", device="cpu")
 
 
 @pytest.mark.parametrize(
     ("setting", "message"),
-    [({"batch_size": 0}, "batch_size"), ({"learning_rate": 0.0}, "learning_rate"), ({"weight_decay": -1.0}, "weight")],
+    [
+        ({"batch_size": 0}, "batch_size"),
+        ({"epochs": 1.5}, "epochs must be a whole number, at least 1, got 1.5"),
+        ({"seed": "x"}, "seed must be a whole number"),
+        ({"learning_rate": 0.0}, "learning_rate"),
+        ({"learning_rate": "1e-5"}, "learning_rate"),
+        ({"weight_decay": -1.0}, "weight"),
+    ],
 )
 def test_bad_settings(setting, message):
     with pytest.raises(ValueError, match=message):
