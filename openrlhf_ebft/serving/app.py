@@ -99,7 +99,8 @@ def build_app(
         health: raises RequestError when the server cannot answer.
         metrics: text of /metrics in Prometheus' format.
     """
-    app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
+    # A redirect to a path without its last slash would go to whatever host the request claims to be for.
+    app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False)
 
     async def generate(request: Request) -> Response:
         _authorize(request, key_digests)

@@ -165,7 +165,8 @@ def test_health_page_and_metrics(server):
     "path",
     ["/docs", "/openapi.json", "/v1/embeddings", "/tokenize", "/invocations", "/v1/load_lora_adapter", "/-/routes",
      "/v1/chat/completions/batch", "/v1/responses", "/v1/messages", "/server_info", "/collective_rpc", "/../keys",
-     "/v1/completions/render", "/ping", "/version", "/load", "/page.html", "/v1/models/tiny", "//v1/models"],
+     "/v1/completions/render", "/ping", "/version", "/load", "/page.html", "/v1/models/tiny", "//v1/models",
+     "/v1/completions/", "/health/"],
 )  # fmt: skip
 @pytest.mark.parametrize("method", ["GET", "POST"])
 def test_nothing_else_is_exposed(server, path, method):
