@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import dataclass, field
 from typing import Any
 
-from openrlhf_ebft.rad.values import SCORE_TRANSFORMS
+from openrlhf_ebft.rad.values import MOST_STRENGTH, check_score_transform
 
 
 @dataclass
@@ -14,8 +15,8 @@ class RADArgs:
     """Arguments of :class:`openrlhf_ebft.rad.RAD`; every fault is a ValueError that names the argument.
 
     Attributes:
-        beta: steering strength (logit units per unit of reward), finite and >= 0; `invert` gives the direction.
-        reward_model_id: hub id or folder of a sequence classifier.
+        beta: steering strength (logit units per unit of reward), 0 to 1e30; `invert` gives the direction.
+        reward_model_id: hub id or folder of a sequence classifier; kept as text.
         reward_model_kwargs: extra arguments of its `from_pretrained` (dtype, revision, ...).
         top_k: candidates scored per step, >= 1; more than the vocabulary means the whole vocabulary.
         score_index: column of the classifier's output that is the reward, >= 0.
@@ -42,17 +43,19 @@ class RADArgs:
     def __post_init__(self) -> None:
         if isinstance(self.beta, bool) or not isinstance(self.beta, (int, float)):
             raise ValueError(f"beta must be a number >= 0, got {self.beta!r}")
-        if not math.isfinite(self.beta) or self.beta < 0:
+        if not 0 <= self.beta < math.inf:
             raise ValueError(f"beta must be finite and >= 0, got {self.beta}; use invert=True to steer the other way")
+        if self.beta > MOST_STRENGTH:
+            raise ValueError(f"beta must be at most {MOST_STRENGTH:g}: larger shifts are inf or NaN in float32")
+        if isinstance(self.reward_model_id, os.PathLike):
+            self.reward_model_id = os.fspath(self.reward_model_id)
         if not isinstance(self.reward_model_id, str) or not self.reward_model_id:
             raise ValueError(f"reward_model_id must be a hub id or a folder, got {self.reward_model_id!r}")
         if not isinstance(self.reward_model_kwargs, dict):
             raise ValueError(f"reward_model_kwargs must be a dict, got {type(self.reward_model_kwargs).__name__}")
         _check_int("top_k", self.top_k, 1)
         _check_int("score_index", self.score_index, 0)
-        if self.score_transform not in SCORE_TRANSFORMS:
-            known = ", ".join(SCORE_TRANSFORMS)
-            raise ValueError(f"score_transform must be one of {known}, got {self.score_transform!r}")
+        check_score_transform(self.score_transform)
         for name in ("invert", "efficient", "include_in_scoring", "verify", "best_only"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")

@@ -50,9 +50,12 @@ def continuation_logprobs(
     positions = (real.long().cumsum(dim=1) - 1).clamp_min(0)
     logits = model(input_ids=ids, attention_mask=real, position_ids=positions).logits.float()
 
-    columns = []
+    columns: list[torch.Tensor] = []
+    # The first token follows the prompt's last real one, wherever its padding is.
+    number = torch.arange(input_ids.size(1), device=ids.device)
+    last = (number * (real[:, : input_ids.size(1)] != 0)).amax(dim=1)
     for end in range(input_ids.size(1), ids.size(1)):
-        scores = logits[:, end - 1]
+        scores = logits[:, end - 1] if columns else logits[torch.arange(ids.size(0), device=ids.device), last]
         if processor is not None:
             scores = processor(ids[:, :end], scores)
         columns.append(torch.log_softmax(scores, dim=-1).gather(1, ids[:, end : end + 1]))

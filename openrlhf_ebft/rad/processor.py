@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import KW_ONLY, dataclass
+from numbers import Real
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from transformers import LogitsProcessor
 from openrlhf_ebft.rad.candidates import check_policy, select_candidates
 from openrlhf_ebft.rad.contenders import Contenders
 from openrlhf_ebft.rad.prompt_mask import PromptMask
-from openrlhf_ebft.rad.values import BaseCandidateValue, CandidateValue, StepContext
+from openrlhf_ebft.rad.values import MOST_STRENGTH, BaseCandidateValue, CandidateValue, StepContext
 
 NORMALIZATIONS = ("clamp", "minmax", "softmax", "none")
 # Candidate values closer together than this count as equal for `minmax`.
@@ -64,8 +65,9 @@ class ValueGuidedProcessor(LogitsProcessor):
             at -inf; the best token is the same. Only with `clamp`, whose bound is known; float32 scores; no trace.
 
     Raises:
-        ValueError: unknown policy or normalisation, impossible k, p or mask, `best_only` without `clamp`; at a step: a
-            value of the wrong shape, or NaN for a candidate (the message names step, row and token).
+        ValueError: unknown policy or normalisation, impossible k, p, beta or mask, `best_only` without `clamp`; at a
+            step: a value of the wrong shape, NaN for a candidate, or infinite values that leave no number to add (the
+            message names step, row and token). With `none`, -inf rules a candidate out.
     """
 
     value: CandidateValue
@@ -91,6 +93,8 @@ class ValueGuidedProcessor(LogitsProcessor):
             raise ValueError(f"normalize must be one of {', '.join(NORMALIZATIONS)}, got {self.normalize!r}")
         if self.best_only and self.normalize != "clamp":
             raise ValueError(f"best_only needs normalize='clamp', which bounds the shift, not {self.normalize!r}")
+        if not isinstance(self.beta, Real) or not abs(self.beta) <= MOST_STRENGTH:
+            raise ValueError(f"beta must be a number of at most {MOST_STRENGTH:g} in size, got {self.beta!r}")
         self._contenders = Contenders(self.beta) if self.best_only and self.beta > 0 else None
         if isinstance(self.value, BaseCandidateValue):
             self.value = self.value.for_call()
@@ -106,6 +110,8 @@ class ValueGuidedProcessor(LogitsProcessor):
             return self._shift(scores, ids, normalized, valid)
         values = self._score(input_ids, ids, valid)
         normalized = self._normalize(values, valid)
+        if self.normalize != "clamp":
+            self._check_infinite(input_ids, ids, values, normalized, valid)
         if self.trace is not None:
             self.trace.append(self._record(input_ids, scores, ids, values, normalized, valid))
         return self._shift(scores, ids, normalized, valid)
@@ -156,14 +162,35 @@ class ValueGuidedProcessor(LogitsProcessor):
                 f"the value must return one score per candidate, {tuple(ids.shape)}, got {tuple(values.shape)}"
             )
         values = values.to(device=ids.device, dtype=torch.float32)
-        bad = values.isnan() & valid
-        if bool(bad.any()):
-            row, column = bad.nonzero()[0].tolist()
-            raise ValueError(
-                f"the reward is NaN at {self._step_name(input_ids)}, row {row}, candidate token "
-                f"{int(ids[row, column])}; check the reward model's weights and precision"
-            )
+        if where := self._first(values.isnan() & valid, input_ids, ids):
+            raise ValueError(f"the reward is NaN at {where}; check the reward model's weights and precision")
         return values
+
+    def _check_infinite(
+        self,
+        input_ids: torch.Tensor,
+        ids: torch.Tensor,
+        values: torch.Tensor,
+        normalized: torch.Tensor,
+        valid: torch.Tensor,
+    ) -> None:
+        """A value of -inf may rule its token out; one from which no probability follows is an error."""
+        shift = self._amounts(normalized)
+        if where := self._first((shift.isnan() | (shift == float("inf"))) & valid, input_ids, ids):
+            raise ValueError(
+                f"the shift is infinite or NaN at {where}: the values go from {float(values.min())} to "
+                f"{float(values.max())}, which normalize={self.normalize!r} and beta={self.beta} cannot use"
+            )
+
+    def _first(self, bad: torch.Tensor, input_ids: torch.Tensor, ids: torch.Tensor) -> str:
+        """Step, row and token of the first candidate where `bad` [B, K] is set; empty when it is nowhere."""
+        if not bool(bad.any()):
+            return ""
+        row, column = bad.nonzero()[0].tolist()
+        return f"{self._step_name(input_ids)}, row {row}, candidate token {int(ids[row, column])}"
+
+    def _amounts(self, normalized: torch.Tensor) -> torch.Tensor:
+        return self.beta * normalized if self.beta else torch.zeros_like(normalized)  # 0 times -inf would be NaN
 
     def _step_name(self, input_ids: torch.Tensor) -> str:
         tokens = input_ids.size(1)
@@ -190,7 +217,7 @@ class ValueGuidedProcessor(LogitsProcessor):
     ) -> torch.Tensor:
         incoming = scores.gather(1, ids)
         # Invalid entries keep the score that came in: they stand for tokens already at -inf or outside the set.
-        shifted = torch.where(valid, incoming + (self.beta * normalized).to(scores.dtype), incoming)
+        shifted = torch.where(valid, incoming + self._amounts(normalized).to(scores.dtype), incoming)
         if not self.mask_non_candidates:
             return scores.scatter(1, ids, shifted)
         masked = torch.full_like(scores, float("-inf"))
@@ -208,7 +235,8 @@ def normalize_values(values: torch.Tensor, valid: torch.Tensor, mode: str) -> to
     if mode == "clamp":
         return values.clamp(0.0, 1.0)
     if mode == "softmax":
-        return torch.softmax(values.masked_fill(~valid, float("-inf")), dim=-1).nan_to_num(0.0)
+        share = torch.softmax(values.masked_fill(~valid, float("-inf")), dim=-1)
+        return share.masked_fill(~valid, 0.0)
     if mode == "minmax":
         low = values.masked_fill(~valid, float("inf")).amin(dim=-1, keepdim=True)
         span = values.masked_fill(~valid, float("-inf")).amax(dim=-1, keepdim=True) - low

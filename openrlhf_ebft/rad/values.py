@@ -15,6 +15,8 @@ from typing import Any
 import torch
 
 SCORE_TRANSFORMS = ("none", "sigmoid", "softmax")
+# Largest factor of a reward. Logits are lost in rounding long before; from 3e38 on float32 itself gives inf and NaN.
+MOST_STRENGTH = 1e30
 
 
 @dataclass(frozen=True)
@@ -141,6 +143,7 @@ def extract_score(output: Any, score_index: int, score_transform: str) -> torch.
     Raises:
         ValueError: unknown transform, or a column that the output does not have.
     """
+    check_score_transform(score_transform)
     logits = output if isinstance(output, torch.Tensor) else output.logits
     logits = logits.float()
     if not 0 <= score_index < logits.size(-1):
@@ -149,6 +152,10 @@ def extract_score(output: Any, score_index: int, score_transform: str) -> torch.
         return logits[..., score_index]
     if score_transform == "sigmoid":
         return torch.sigmoid(logits[..., score_index])
-    if score_transform == "softmax":
-        return torch.softmax(logits, dim=-1)[..., score_index]
-    raise ValueError(f"score_transform must be one of {', '.join(SCORE_TRANSFORMS)}, got {score_transform!r}")
+    return torch.softmax(logits, dim=-1)[..., score_index]
+
+
+def check_score_transform(name: object) -> None:
+    """Raise ValueError for anything but one of SCORE_TRANSFORMS."""
+    if name not in SCORE_TRANSFORMS:
+        raise ValueError(f"score_transform must be one of {', '.join(SCORE_TRANSFORMS)}, got {name!r}")

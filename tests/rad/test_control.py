@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -219,6 +220,10 @@ def test_compute_logprobs_equals_step_by_step(llama_reward, lm, tokenizer):
             want = torch.log_softmax(logits + 8.0 * rewards, dim=0)[token]
             assert got[row, column].item() == pytest.approx(float(want), abs=1e-4)
             prefix.append(token)
+    right = PROMPTS.clone(), MASK.flip(1)
+    right[0][0] = PROMPTS[0].roll(3)
+    on_right = rad.compute_logprobs(lm, right[0], continuation, attention_mask=right[1])
+    torch.testing.assert_close(on_right, got, atol=1e-4, rtol=0)
     off = RAD(beta=8.0, reward_model_id=llama_reward, include_in_scoring=False)
     plain = off.compute_logprobs(lm, PROMPTS[1:], continuation[1])
     with torch.no_grad():
@@ -241,6 +246,8 @@ def test_tokens_outside_the_candidates_have_no_probability(llama_reward, lm, tok
         ({"beta": -1.0}, "beta must be finite and >= 0, got -1"),
         ({"beta": float("nan")}, "beta must be finite"),
         ({"beta": "x"}, "beta must be a number"),
+        ({"beta": 1e39}, "beta must be at most 1e.30"),
+        ({"beta": 10**400}, "beta must be at most 1e.30"),
         ({"top_k": 0}, "top_k must be a whole number >= 1, got 0"),
         ({"score_index": -1}, "score_index must be a whole number >= 0, got -1"),
         ({"score_transform": "tanh"}, "score_transform must be one of none, sigmoid, softmax, got 'tanh'"),
@@ -258,6 +265,7 @@ def test_missing_and_unknown_arguments():
         with pytest.raises(TypeError):
             RAD(**arguments)
     assert RAD(2.0, "x", {"dtype": "float32"}, 7).top_k == 7
+    assert RAD(2.0, Path("a") / "b").export_processor_spec()["args"]["reward_model_id"] == "a/b"
 
 
 def test_score_index_outside_the_reward_model(llama_reward, lm, tokenizer):

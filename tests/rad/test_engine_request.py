@@ -13,6 +13,7 @@ TWO = {"reward_models": {"kind": {"path": "a"}, "toxic": {"path": "b"}}, "defaul
 
 
 def test_no_rad_argument_means_no_rad():
+    assert RADRequest.from_extra_args({5: 1}) is None
     assert RADRequest.from_extra_args(None) is None
     assert RADRequest.from_extra_args({"kv_transfer_params": 1}) is None
 
@@ -75,6 +76,8 @@ def test_weights_are_terms_and_a_negative_one_inverts():
         ({"rad_weights": ["kind=1"], "rad_reward_model": "kind"}, "rad_reward_model cannot be combined"),
         ({"rad_weights": ["kind=1"], "rad_score_index": 0}, "rad_score_index cannot be combined"),
         ({"rad_weights": ["kind=1"], "rad_invert": True}, "rad_invert cannot be combined"),
+        ({"rad_beta": 1e39}, "must be at most 1e.30"),
+        ({"rad_beta": 1e20, "rad_weights": ["kind=-1e20"]}, "times the sizes of all rad_weights, must be at most"),
     ],
 )
 def test_every_fault_is_named(arguments, message):

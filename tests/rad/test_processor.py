@@ -107,6 +107,27 @@ def test_nan_reward_names_the_step():
         processor(torch.ones(2, 5, dtype=torch.long), torch.zeros(2, 5))
 
 
+@pytest.mark.parametrize(("mode", "row"), [("minmax", 0), ("none", 1), ("softmax", 1)])
+def test_infinite_values_that_leave_no_number_are_an_error(mode, row):
+    table = torch.tensor([[0.5, -torch.inf, 0.0], [torch.inf, 0.0, 1.0]])
+    processor = ValueGuidedProcessor(TableValue(table), k=3, normalize=mode, beta=2.0)
+    with pytest.raises(ValueError, match=f"infinite or NaN at the step .*, row {row}, .*normalize='{mode}'"):
+        processor(PREFIX.repeat(2, 1), torch.zeros(2, 3))
+    if mode == "none":
+        banned = ValueGuidedProcessor(TableValue(table[:1]), k=3, normalize=mode, beta=2.0)
+        assert banned(PREFIX, torch.zeros(1, 3))[0].tolist() == [1.0, float("-inf"), 0.0]
+    without = ValueGuidedProcessor(TableValue(table), k=3, normalize=mode, beta=0.0)
+    assert without(PREFIX.repeat(2, 1), torch.zeros(2, 3)).eq(0).all()
+
+
+def test_top_p_of_1_keeps_every_possible_token():
+    """Summed in float32, tens of thousands of unlikely tokens would be lost."""
+    scores = torch.randn(2, 20_000, generator=torch.Generator().manual_seed(0)) * 4
+    scores[:, 7] = float("-inf")
+    _, valid = select_candidates(scores, "top_p", p=1.0)
+    assert valid.sum(1).tolist() == [19_999, 19_999]
+
+
 def test_value_of_the_wrong_shape():
     with pytest.raises(ValueError, match=r"\(1, 5\), got \(1,\)"):
         ValueGuidedProcessor(lambda ctx: torch.zeros(1), k=5)(PREFIX, torch.zeros(1, 5))
@@ -120,6 +141,9 @@ def test_value_of_the_wrong_shape():
         ({"policy": "top_p"}, "p in .0, 1., got None"),
         ({"normalize": "z"}, "normalize must be one of clamp"),
         ({"max_candidates": 0}, "at least 1, got 0"),
+        ({"k": 2.5}, "a whole number k >= 1, got 2.5"),
+        ({"beta": float("nan")}, "beta must be a number of at most 1e.30 in size, got nan"),
+        ({"beta": 1e39}, "beta must be a number of at most 1e.30"),
         ({"prompt_ids": PREFIX, "attention_mask": torch.ones(1, 3)}, r"\(1, 2\) and attention_mask \(1, 3\)"),
     ],
 )

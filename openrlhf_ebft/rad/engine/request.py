@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from openrlhf_ebft.rad.values import SCORE_TRANSFORMS
+from openrlhf_ebft.rad.values import MOST_STRENGTH, SCORE_TRANSFORMS
 
 PREFIX = "rad_"
 DEFAULT_TOP_K = 20
@@ -63,7 +63,11 @@ class RADRequest:
         Raises:
             ValueError: an unknown `rad_*` name or a wrong value; the message names the argument.
         """
-        given = {name: value for name, value in (extra_args or {}).items() if name.startswith(PREFIX)}
+        given = {
+            name: value
+            for name, value in (extra_args or {}).items()
+            if isinstance(name, str) and name.startswith(PREFIX)
+        }
         if not given:
             return None
         unknown = sorted(set(given) - set(_READERS))
@@ -79,7 +83,13 @@ class RADRequest:
                     )
         elif "beta" not in values:
             raise ValueError(f"rad_beta is missing (got {', '.join(sorted(given))}); give rad_beta or rad_weights")
-        return cls(**values)
+        request = cls(**values)
+        if sum(term.factor for term in request.terms()) > MOST_STRENGTH:
+            raise ValueError(
+                f"rad_beta, or rad_beta times the sizes of all rad_weights, must be at most {MOST_STRENGTH:g}: "
+                "larger shifts are inf or NaN in float32"
+            )
+        return request
 
     def terms(self) -> tuple[Term, ...]:
         """The rewards to be summed."""
