@@ -122,6 +122,11 @@ class PackedLinear(nn.Module):
         self._packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), _PACKED_ROWS)
         self._bias = None if linear.bias is None else linear.bias.detach()
 
+    @property
+    def weight(self) -> Tensor:
+        """A stand-in without memory: some models read the type and shape of a layer's weight."""
+        return torch.empty(self.out_features, self.in_features, dtype=self.dtype, device="meta")
+
     def forward(self, input: Tensor) -> Tensor:
         """(..., in) -> (..., out); no gradients.
 

@@ -18,5 +18,5 @@ def position_limit(config: Any) -> int | None:
     for part in [rope, *rope.values()]:  # one for all layers, or one for each kind of layer
         if isinstance(part, Mapping) and part.get("rope_type") == "longrope":
             limits.append(part.get("original_max_position_embeddings"))
-    known = [int(limit) for limit in limits if limit]
+    known = [int(limit) for limit in limits if limit and limit > 0]  # -1: some models state that they have none
     return min(known) if known else None

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from openrlhf_ebft.rad.prefixes import check_known_ids, compact_prefix, reward_model_limit
-from openrlhf_ebft.rad.values import BaseCandidateValue, StepContext, extract_score
+from openrlhf_ebft.rad.values import BaseCandidateValue, StepContext, check_score_transform, extract_score
 
 # Rows of one reward-model forward; bounds memory, changes no score.
 ROWS_PER_FORWARD = 64
@@ -27,12 +27,20 @@ def backbone_of(reward_model: nn.Module) -> nn.Module:
     return getattr(reward_model, reward_model.base_model_prefix)
 
 
+def _pad_id(reward_model: Any) -> int:
+    """The configured pad id if the model has an embedding for it, else 0."""
+    pad_id = getattr(reward_model.config.get_text_config(), "pad_token_id", None)
+    known = pad_id is not None and 0 <= pad_id < reward_model.get_input_embeddings().num_embeddings
+    return int(pad_id) if known else 0
+
+
 class RewardModelValue(BaseCandidateValue):
     """Reward of `prefix + candidate` from an auxiliary sequence classifier (RAD, arXiv 2310.09520).
 
     Rules, the same on every path:
     - the score is read at the last real token, whatever its id (a candidate equal to the pad id is a candidate);
-    - padding of the prefix is removed, and rows are padded on the right with masked zeros;
+    - padding of the prefix is removed, and rows are padded on the right, masked, with the reward model's pad id or 0
+      (some classifiers find the last token by that id);
     - a sequence longer than the reward model reads keeps its LAST tokens (the candidate is always among them).
 
     With `shared_vocab=False` the real tokens and the candidate are decoded (special tokens of the language model
@@ -48,7 +56,7 @@ class RewardModelValue(BaseCandidateValue):
         max_length: tokens the reward model may read; default: what it and its tokenizer state.
 
     Raises:
-        ValueError: no tokenizer for the text path, `score_index` outside the outputs.
+        ValueError: no tokenizer for the text path, `score_index` outside the outputs, unknown `score_transform`.
     """
 
     def __init__(
@@ -64,13 +72,15 @@ class RewardModelValue(BaseCandidateValue):
         if not shared_vocab and rm_tokenizer is None:
             raise ValueError("scoring through text needs the reward model's tokenizer: pass rm_tokenizer")
         columns = reward_model.config.num_labels
-        if score_index >= columns:
+        if not 0 <= score_index < columns:
             raise ValueError(f"score_index {score_index} is outside the reward model's {columns} output columns")
+        check_score_transform(score_transform)
         self.reward_model = reward_model
         self.rm_tokenizer = rm_tokenizer
         self.score_index = score_index
         self.score_transform = score_transform
         self.shared_vocab = shared_vocab
+        self._pad_id = _pad_id(reward_model)
         self.max_length = max_length if max_length is not None else reward_model_limit(reward_model, rm_tokenizer)
         self.vocab_limit = reward_model.get_input_embeddings().num_embeddings if shared_vocab else None
         if not shared_vocab:
@@ -102,6 +112,7 @@ class RewardModelValue(BaseCandidateValue):
             count = lengths[start : start + ROWS_PER_FORWARD].to(device)
             rows = ids[start : start + ROWS_PER_FORWARD, : int(count.max())].to(device)
             mask = (torch.arange(rows.size(1), device=device)[None, :] < count[:, None]).long()
+            rows = rows.masked_fill(mask == 0, self._pad_id)
             scores.append(extract_score(self._last_logits(rows, mask, count), self.score_index, self.score_transform))
         return torch.cat(scores)
 

@@ -80,6 +80,7 @@ def test_packed_layers_give_the_plain_layers_numbers(dtype, shape):
     plain = nn.Sequential(nn.Linear(64, 96), nn.Linear(96, 64, bias=False)).to(dtype)
     packed = copy.deepcopy(plain)
     assert pack_linears(packed) == 2
+    assert packed[0].weight.dtype == dtype and packed[0].weight.shape == (96, 64), "some models read no more of it"
     values = torch.randn(shape, dtype=dtype)
     with torch.no_grad():
         exact = nn.Sequential(*(copy.deepcopy(layer).double() for layer in plain))(values.double())

@@ -6,11 +6,13 @@ import threading
 
 import pytest
 import torch
+from transformers import GPT2Config, ModernBertDecoderConfig, XLNetConfig
 
+from openrlhf_ebft.core.positions import position_limit
 from openrlhf_ebft.rad import CachedRewardModelValue, RewardModelValue, StepContext
 from openrlhf_ebft.rad.cached_value import score_difference
 from openrlhf_ebft.rad.loading import sequence_classifier_class
-from tests.rad.conftest import VOCAB, configs, make_classifier, make_tokenizer, windowed_configs
+from tests.rad.conftest import SMALL, SPREAD, VOCAB, configs, make_classifier, make_tokenizer, windowed_configs
 
 TOLERANCE = 1e-5
 
@@ -164,12 +166,17 @@ def test_prefix_beyond_the_limit_keeps_the_last_tokens(name):
     assert RewardModelValue(model).max_length == 64
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "roberta"])
+@pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "roberta", "modernbert_decoder"])
 def test_ragged_batches_score_alike(name):
-    """B62: no pad id, texts of 2, 5 and 9 tokens, EOS inside, batches of 1, 2 and 3."""
+    """B62: no pad id, texts of 2, 5 and 9 tokens, EOS inside, batches of 1, 2 and 3.
+
+    The ModernBERT decoder finds the last token by its pad id, in its own forward.
+    """
     from tests.rad.conftest import encoder_configs
 
-    model = make_classifier({**configs(), **encoder_configs()}[name])
+    special = {"pad_token_id": 1, "eos_token_id": 2, "bos_token_id": 0, "cls_token_id": 0, "sep_token_id": 2}
+    decoder = ModernBertDecoderConfig(**SMALL, **SPREAD, **special, intermediate_size=48, max_position_embeddings=64)
+    model = make_classifier({**configs(), **encoder_configs(), "modernbert_decoder": decoder}[name])
     if name in configs():
         model.config.pad_token_id = None
     rows = [[3, 4], [5, 2, 6, 7, 2], [8, 9, 10, 2, 11, 12, 13, 14, 15]]
@@ -200,6 +207,11 @@ def test_prompts_beyond_the_position_table(name):
     got = value.score(StepContext(ids, torch.tensor([[4], [5]])))
     kept = StepContext(ids[:, -(value.max_length - 1) :], torch.tensor([[4], [5]]))
     torch.testing.assert_close(got, value.score(kept))
+
+
+def test_models_that_state_no_limit_have_none():
+    assert position_limit(XLNetConfig()) is None, "its max_position_embeddings is -1"
+    assert position_limit(GPT2Config(n_positions=8)) == 8
 
 
 def test_longrope_is_not_read_beyond_the_length_that_changes_all_positions():
@@ -301,6 +313,11 @@ def test_text_path_with_an_empty_text():
     value = RewardModelValue(model, make_tokenizer(), shared_vocab=False)
     got = value.score(StepContext(torch.zeros(1, 0).long(), torch.tensor([[2]]), lm_tokenizer=make_tokenizer()))
     assert got.item() == pytest.approx(by_hand(model, [], 2), abs=TOLERANCE)
+
+
+def test_transform_that_is_none_of_the_known():
+    with pytest.raises(ValueError, match="score_transform must be one of none, sigmoid, softmax, got 'tanh'"):
+        RewardModelValue(make_classifier(configs()["gpt2"]), score_transform="tanh")
 
 
 def test_score_index_outside_the_outputs():
