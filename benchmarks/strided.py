@@ -3,9 +3,10 @@
 The straightforward way is that of the public implementations: n copies of the document, the whole sequence run again
 for every generated token, one dense mask built by loops, the vocabulary head on every position. Every measurement runs
 in a process of its own; seconds are CPU seconds of all threads (best of --repeats), so that other work on the machine
-does not enter; peak memory is that of the process above the loaded model. Features and log-probabilities are those of
-completions that the model has sampled. A step is the sum of its parts: rewards of these groups take milliseconds
-(`whitening.py`).
+does not enter. The package's sampler packs weights that have served eight forward passes, so its best of three calls
+is one between two weight syncs of a run. Peak memory is that of the process above the loaded model. Features and
+log-probabilities are those of completions that the model has sampled. A step is the sum of its parts: rewards of these
+groups take milliseconds (`whitening.py`).
 
     python benchmarks/strided.py --model models/SmolLM2-135M-Instruct --lengths 256 512 --dtypes float32 bfloat16
 """
@@ -248,7 +249,7 @@ def main() -> None:
     parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=PARTS)
     parser.add_argument("--chunk-tokens", type=int, default=256, help="tokens whose logits the package has at one time")
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--repeats", type=int, default=1)
+    parser.add_argument("--repeats", type=int, default=3, help="calls of each part; the best counts")
     parser.add_argument("--clock", choices=sorted(CLOCKS), default="process", help="CPU seconds, or wall seconds")
     parser.add_argument("--part", choices=PARTS, help="measure this part in this process and print JSON")
     parser.add_argument("--way", choices=WAYS)
