@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import inspect
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from openrlhf_ebft.rad.args import RADArgs
 from openrlhf_ebft.rad.loading import has_tokenizer, load_sequence_classifier
 from openrlhf_ebft.rad.logprobs import continuation_logprobs
 from openrlhf_ebft.rad.processor import ValueGuidedProcessor
+from openrlhf_ebft.rad.prompt_mask import PromptMask
 from openrlhf_ebft.rad.protocol import Capability, ModelAccess, Requirements
 from openrlhf_ebft.rad.scoring_path import resolve_value
 from openrlhf_ebft.rad.values import BaseCandidateValue, CandidateValue
@@ -44,6 +46,7 @@ class RAD:
     """
 
     Args = RADArgs
+    __signature__ = inspect.signature(RADArgs)  # what help() shows
     RUNTIME_KWARGS_SCHEMA: list[dict[str, str]] = [  # noqa: RUF012 - part of the control protocol, never changed
         {
             "name": "value_trace",
@@ -120,10 +123,13 @@ class RAD:
 
         Raises:
             RuntimeError: before `steer()` or after `cleanup()`.
-            ValueError: a mask of another shape than the prompts.
+            ValueError: a mask of another shape than the prompts, or a `value_trace` that is no list.
         """
         if self._value is None:
             raise RuntimeError("RAD has no reward model yet: call RAD.steer(model, tokenizer) before generating")
+        trace = (runtime_kwargs or {}).get("value_trace")
+        if trace is not None and not isinstance(trace, list):
+            raise ValueError(f"runtime_kwargs['value_trace'] must be a list to append to, got {type(trace).__name__}")
         return [
             ValueGuidedProcessor(
                 self._value,
@@ -136,7 +142,7 @@ class RAD:
                 lm_tokenizer=self.tokenizer,
                 prompt_ids=input_ids,
                 attention_mask=attention_mask,
-                trace=(runtime_kwargs or {}).get("value_trace"),
+                trace=trace,
                 best_only=self.best_only,
             )
         ]
@@ -155,8 +161,11 @@ class RAD:
     ) -> torch.Tensor:
         """Log-probabilities [B, C] of a continuation under RAD (without it when `include_in_scoring` is False).
 
-        Args and errors: see :func:`continuation_logprobs`; RuntimeError before `steer()`.
+        Args and errors: see :func:`continuation_logprobs`; RuntimeError before `steer()`. Without a mask, leading pad
+        tokens are padding if the pad token is not also an end token, as in `generate()`.
         """
+        if attention_mask is None and input_ids.dim() == 2:
+            attention_mask = PromptMask.for_tokenizer(self.tokenizer).for_prefix(input_ids)
         processor = None
         if self.include_in_scoring:
             every = copy.copy(self)

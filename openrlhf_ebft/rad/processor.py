@@ -98,9 +98,7 @@ class ValueGuidedProcessor(LogitsProcessor):
         self._contenders = Contenders(self.beta) if self.best_only and self.beta > 0 else None
         if isinstance(self.value, BaseCandidateValue):
             self.value = self.value.for_call()
-        pad = None if self.lm_tokenizer is None else self.lm_tokenizer.pad_token_id
-        eos = None if self.lm_tokenizer is None else self.lm_tokenizer.eos_token_id
-        self._prompt_mask = PromptMask(self.prompt_ids, self.attention_mask, pad, eos)
+        self._prompt_mask = PromptMask.for_tokenizer(self.lm_tokenizer, self.prompt_ids, self.attention_mask)
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         """Shifted scores [B, V] from the prefix [B, T] int64 and the incoming scores [B, V]."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 
@@ -38,6 +40,14 @@ class PromptMask:
         self.prompt_ids = prompt_ids
         self.attention_mask = attention_mask
         self.pad_token_id = pad_token_id if pad_token_id != eos_token_id else None
+
+    @classmethod
+    def for_tokenizer(
+        cls, tokenizer: Any, prompt_ids: torch.Tensor | None = None, attention_mask: torch.Tensor | None = None
+    ) -> PromptMask:
+        """With the tokenizer's pad and end tokens; without a tokenizer there is no padding but the mask's."""
+        pad, end = (getattr(tokenizer, name, None) for name in ("pad_token_id", "eos_token_id"))
+        return cls(prompt_ids, attention_mask, pad, end)
 
     def for_prefix(self, prefix_ids: torch.Tensor) -> torch.Tensor:
         """Mask [B, T] int64 of `prefix_ids` [B, T]."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import subprocess
 import sys
@@ -220,6 +221,7 @@ def test_compute_logprobs_equals_step_by_step(llama_reward, lm, tokenizer):
             want = torch.log_softmax(logits + 8.0 * rewards, dim=0)[token]
             assert got[row, column].item() == pytest.approx(float(want), abs=1e-4)
             prefix.append(token)
+    assert torch.equal(rad.compute_logprobs(lm, PROMPTS, continuation), got), "the mask is read from the pad tokens"
     right = PROMPTS.clone(), MASK.flip(1)
     right[0][0] = PROMPTS[0].roll(3)
     on_right = rad.compute_logprobs(lm, right[0], continuation, attention_mask=right[1])
@@ -281,6 +283,8 @@ def test_lifecycle(llama_reward, lm, tokenizer):
             rad.get_logits_processors(PROMPTS, {})
         assert rad.steer(lm, tokenizer) is None
         first, second = (rad.get_logits_processors(PROMPTS, {})[0] for _ in range(2))
+        with pytest.raises(ValueError, match="'value_trace'.* must be a list to append to, got tuple"):
+            rad.get_logits_processors(PROMPTS, {"value_trace": ()})
         assert first is not second and first.value is not second.value
         assert isinstance(first, ValueGuidedProcessor) and isinstance(first.value, CachedRewardModelValue)
         assert first.value.reward_model is second.value.reward_model
@@ -312,6 +316,8 @@ def test_tokenizer_saved_beside_the_model(llama_reward, lm, tokenizer, tmp_path)
 
 
 def test_protocol_values():
+    names = "beta reward_model_id reward_model_kwargs top_k score_index score_transform invert efficient"
+    assert list(inspect.signature(RAD).parameters)[:8] == names.split()
     rad = RAD(beta=2.0, reward_model_id="folder", reward_model_kwargs={"dtype": torch.bfloat16}, top_k=3)
     assert rad.enabled and not rad.same_model_forwards and rad.include_in_scoring
     assert rad.steer_access() is ModelAccess.MODULE
