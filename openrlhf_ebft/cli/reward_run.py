@@ -53,7 +53,7 @@ def run_reward_training(config: RewardConfig, train: Rows, held_out: Rows) -> in
             train_prefix_reward_model(
                 config.backbone, *train, folder, spec=spec, checkpoints=checkpoints, on_step=progress_bar()
             )
-        except ValueError as error:
+        except (ValueError, OSError) as error:
             raise UserError(str(error)) from error
     if held_out[0]:
         report(folder, held_out, spec.max_length)

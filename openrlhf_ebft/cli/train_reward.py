@@ -81,8 +81,8 @@ def read_rows(path: str, data: RewardDataConfig) -> Rows:
 def _read_row(where: str, line: str, data: RewardDataConfig) -> tuple[str, float]:
     try:
         row = json.loads(line)
-    except json.JSONDecodeError as fault:
-        raise UserError(f"{where}: not JSON: {fault.msg}") from None
+    except ValueError as fault:  # of JSON's grammar, or a number of thousands of digits
+        raise UserError(f"{where}: not JSON: {getattr(fault, 'msg', fault)}") from None
     if not isinstance(row, dict):
         raise UserError(f"{where}: must be an object with {data.text_column!r} and {data.label_column!r}")
     for column in (data.text_column, data.label_column):

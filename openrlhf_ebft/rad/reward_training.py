@@ -82,12 +82,14 @@ def build_reward_model(backbone: str, seed: int) -> tuple[PreTrainedModel, Any]:
     """A classifier with one fresh, small output on the backbone (float32), and its tokenizer (right padding).
 
     Raises:
+        OSError: no such model, or no tokenizer.
         ValueError: the classifier is not decoder-only.
     """
     torch.manual_seed(seed)
-    tokenizer = load_tokenizer(backbone)
     kwargs: dict[str, Any] = {"num_labels": 1, "dtype": torch.float32}
-    model = sequence_classifier_class(backbone, **kwargs).from_pretrained(backbone, **kwargs)
+    classifier = sequence_classifier_class(backbone, **kwargs)
+    tokenizer = load_tokenizer(backbone)
+    model = classifier.from_pretrained(backbone, **kwargs)
     head = getattr(model, "score", None)
     if head is None:
         raise ValueError(f"{backbone} is not decoder-only: {type(model).__name__} has no score head at every position")
@@ -284,6 +286,7 @@ def train_prefix_reward_model(
         `output_dir`.
 
     Raises:
+        OSError: no such backbone, or a folder that cannot be written.
         ValueError: labels outside [0, 1], empty texts, different numbers of both, a loss that is not finite, a
             backbone that is not decoder-only, a checkpoint of another run.
     """

@@ -376,12 +376,15 @@ class TestCommand:
         from openrlhf_ebft.config.errors import UserError
 
         config = str(self.files(tmp_path))
+        (tmp_path / "huge.jsonl").write_text('{"text": "w3", "stars": %s}' % ("9" * 5000), encoding="utf-8")
         for flags, message in (
             (["--training.epoch", "2"], "did you mean --training.epochs"),
             (["--training.ranks", "9"], "training.batch_size = 8 must be at least training.ranks = 9"),
             (["--data.label_max", "0"], "data.label_max = 0"),
             (["--data.label_max", "3"], r"line \d+: 'stars' must be a number from 1.0 to 3.0, got 5.0"),
             (["--data.text_column", "review"], "line 1: has no column 'review'; it has stars, text"),
+            (["--backbone", str(tmp_path / "none")], "none is neither a folder with a model nor a model that the hub"),
+            (["--data.train_path", str(tmp_path / "huge.jsonl")], "huge.jsonl, line 1: not JSON: .* 5000 digits"),
         ):
             with pytest.raises(UserError, match=message):
                 main([config, *flags])
