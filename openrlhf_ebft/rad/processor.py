@@ -66,8 +66,8 @@ class ValueGuidedProcessor(LogitsProcessor):
 
     Raises:
         ValueError: unknown policy or normalisation, impossible k, p, beta or mask, `best_only` without `clamp`; at a
-            step: a value of the wrong shape, NaN for a candidate, or infinite values that leave no number to add (the
-            message names step, row and token). With `none`, -inf rules a candidate out.
+            step: a row without a candidate, a value of the wrong shape, NaN for a candidate, or infinite values that
+            leave no number to add (the message names step, row and token). With `none`, -inf rules a candidate out.
     """
 
     value: CandidateValue
@@ -102,7 +102,7 @@ class ValueGuidedProcessor(LogitsProcessor):
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         """Shifted scores [B, V] from the prefix [B, T] int64 and the incoming scores [B, V]."""
-        ids, valid = self._select(scores)
+        ids, valid = self._select(input_ids, scores)
         if self._contenders is not None and self.trace is None and scores.dtype == torch.float32:
             ids, valid, normalized = self._score_contenders(self._contenders, input_ids, scores, ids, valid)
             return self._shift(scores, ids, normalized, valid)
@@ -114,11 +114,20 @@ class ValueGuidedProcessor(LogitsProcessor):
             self.trace.append(self._record(input_ids, scores, ids, values, normalized, valid))
         return self._shift(scores, ids, normalized, valid)
 
-    def _select(self, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _select(self, input_ids: torch.Tensor, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         limit = self.value.vocab_limit if isinstance(self.value, BaseCandidateValue) else None
-        if limit is not None:
-            scores = scores[:, :limit]
-        return select_candidates(scores, self.policy, k=self.k, p=self.p, max_candidates=self.max_candidates)
+        ids, valid = select_candidates(
+            scores[:, :limit], self.policy, k=self.k, p=self.p, max_candidates=self.max_candidates
+        )
+        some = valid.any(dim=1)
+        if not bool(some.all()):
+            lost = ~some & (scores != float("-inf")).any(dim=1)  # a row that came without any token leaves without any
+            if bool(lost.any()):
+                raise ValueError(
+                    f"row {int(lost.nonzero()[0])} has no candidate at {self._step_name(input_ids)}: its best scores "
+                    f"are NaN, or all its possible tokens lie beyond the first {limit} that the value can score"
+                )
+        return ids, valid
 
     def _normalize(self, values: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
         normalized = normalize_values(values, valid, self.normalize)

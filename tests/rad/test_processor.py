@@ -154,10 +154,17 @@ def test_bad_arguments(arguments, message):
 
 def test_ids_that_the_value_cannot_score_are_no_candidates():
     """Logits wider than the reward model's embedding table (padded vocabularies)."""
-    value = TableValue(torch.zeros(1, 3))
+    value = TableValue(torch.zeros(2, 3))
     value.vocab_limit = 3
     out = ValueGuidedProcessor(value, k=4)(PREFIX, torch.tensor([[0.0, 1.0, 2.0, 9.0]]))
     assert out[0].tolist() == [0.0, 1.0, 2.0, float("-inf")]
+    processor = ValueGuidedProcessor(value, k=4, beta=0.0)
+    nothing = torch.full((2, 4), float("-inf"))
+    assert torch.equal(processor(PREFIX.repeat(2, 1), nothing), nothing)
+    for lost in (torch.nan, float("-inf")):
+        scores = torch.tensor([[0.0, 1.0, 2.0, 9.0], [lost, lost, lost, 9.0]])
+        with pytest.raises(ValueError, match=r"row 1 has no candidate at the step after 2 tokens: .* the first 3 that"):
+            processor(PREFIX.repeat(2, 1), scores)
 
 
 def test_trace_and_any_callable():
