@@ -35,18 +35,20 @@ Samples = dict[tuple[str, str], list[tuple[int, float]]]  # (thing, unit) -> (st
 
 
 class Sampler(threading.Thread):
-    """Measures the run of this process until it is told to stop."""
+    """Measures the run of this process until its last step, or until it is told to stop."""
 
-    def __init__(self, run: Path) -> None:
+    def __init__(self, run: Path, last: int) -> None:
         super().__init__(name="sampler", daemon=True)
         self.samples: Samples = defaultdict(list)
         self._run = run
+        self._last = last
         self._ended = threading.Event()
 
     def run(self) -> None:
-        while not self._ended.wait(1.0):
+        step = 0
+        while step < self._last and not self._ended.wait(1.0):  # asking a Ray that is ending would end this process
             step = self._step()
-            if step and ray.is_initialized():  # asking a Ray that has ended would start another
+            if step:
                 for key, value in self._measure():
                     self.samples[key].append((step, value))
 
@@ -121,7 +123,7 @@ def main() -> int:
         "optimizer": {"learning_rate": 1e-6},
     }
     config = load_config(runs.write_config(folder, "soak", **settings))
-    sampler = Sampler(folder / "runs" / "soak")
+    sampler = Sampler(folder / "runs" / "soak", options.steps)
     sampler.start()
     code = run_training(config)
     sampler.stop()
