@@ -31,7 +31,7 @@ WRONG: dict[str, list[Any]] = {
     "stream_options": [5, [], {"x": True}, {"include_usage": 1}],
     "model": ["nope", "../tiny", "tiny ", 5, [], {}],
     "rad": ["x", [], -5, {}, True, {"top_k": 3}, {"beta": -1}, {"beta": "1"}, {"beta": []},
-            {"beta": 10**360},
+            {"beta": 10**360}, {"beta": 1e39}, {"weights": {"good": 1e20}, "beta": 1e20},
             {"beta": 1, "top_k": 10**9}, {"beta": 1, "top_k": -1}, {"beta": 1, "top_k": True}, {"beta": 1, "x": 1},
             {"beta": 1, "reward_model": "nope"}, {"beta": 1, "reward_model": ["good"]}, {"beta": 1, "invert": "no"},
             {"beta": 1, "score_transform": "x"}, {"weights": {"nope": 1}}, {"weights": {"good": []}}, {"weights": {}}],
