@@ -46,9 +46,9 @@ class Sampler(threading.Thread):
 
     def run(self) -> None:
         step = 0
-        while step < self._last and not self._ended.wait(1.0):  # asking a Ray that is ending would end this process
+        while step < self._last and not self._ended.wait(1.0):  # asking a Ray that is ending would end this process,
             step = self._step()
-            if step:
+            if step and ray.is_initialized():  # and one that has ended would start another
                 for key, value in self._measure():
                     self.samples[key].append((step, value))
 
