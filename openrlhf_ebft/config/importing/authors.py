@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from openrlhf_ebft.config.importing.authors_keys import DEFAULTS, DROPPED, RESOURCES, SAME
-from openrlhf_ebft.config.importing.translation import Translation, largest_divisor, safe_name
+from openrlhf_ebft.config.importing.translation import Translation, WrongValue, largest_divisor, safe_name
 
 _SCHEDULES = {"constant_with_warmup": "constant", "constant": "constant", "linear": "linear", "cosine": "cosine"}
 _POOLING = {"last_token": "last_token", "mean_pooling": "completion_mean", "concat": "concat_tokens"}
@@ -39,14 +39,14 @@ def _name(t: Translation) -> None:
     if project is not None and "<" not in str(project):
         t.take("wandb_project", {"logging.wandb_project": project})
     t.drop("wandb_project", "a placeholder")
-    if "save_steps" in t:
-        steps = int(t.value("save_steps"))
-        t.take("save_steps", {"checkpoint.every_steps": max(steps, 0)}, changed="-1 is 0 here" if steps < 0 else "")
-    if "eval_steps" in t:
-        steps = int(t.value("eval_steps"))
-        t.take("eval_steps", {"evaluation.every_steps": max(steps, 0)}, changed="-1 is 0 here" if steps < 0 else "")
-    if "eval_max_samples" in t:
-        t.take("eval_max_samples", {"evaluation.max_examples": min(int(t.value("eval_max_samples")), 10**6)})
+    for key, path in {"save_steps": "checkpoint.every_steps", "eval_steps": "evaluation.every_steps"}.items():
+        if t.value(key) is not None:
+            steps = t.whole(key)
+            t.take(key, {path: max(steps, 0)}, changed="-1 is 0 here" if steps < 0 else "")
+        t.drop(key, "null there: the default is used here")
+    if t.value("eval_max_samples") is not None:
+        t.take("eval_max_samples", {"evaluation.max_examples": min(t.whole("eval_max_samples"), 10**6)})
+    t.drop("eval_max_samples", "null there: the default is used here")
 
 
 def _data(t: Translation) -> None:
@@ -64,17 +64,16 @@ def _data(t: Translation) -> None:
     t.take("stride", {"data.stride": stride})
     if "document_masking" in t:
         why = "documents are packed and masked apart, or not packed at all"
-        t.take("document_masking", {"data.pack_documents": bool(t.value("document_masking"))}, changed=why)
-    masked = bool(t.value("qa_masking"))
+        t.take("document_masking", {"data.pack_documents": t.flag("document_masking")}, changed=why)
+    masked = t.flag("qa_masking")
     why = "" if masked else "false there trains on questions too; here anchors and loss lie in answers. Raw text: "
     t.drop("qa_masking", why + ("" if masked else "set data.text_column") or "always so here")
-    samples = t.value("max_samples")
-    everything = samples is None or float(samples) < 0
+    everything = t.value("max_samples") is None or t.number("max_samples") < 0
     t.drop("max_samples", "all rows are used" if everything else "no such limit: cut the file, or set policy.max_steps")
 
 
 def _features(t: Translation) -> None:
-    whitening = "sample" if t.value("use_whitening") else "none"
+    whitening = "sample" if t.flag("use_whitening") else "none"
     why = (
         "whitening there is in sample space; the paper's is feature (docs/conventions.md)"
         if whitening == "sample"
@@ -105,12 +104,12 @@ def _features(t: Translation) -> None:
 
 def _batches(t: Translation) -> None:
     """Batches count samples there and references, with all their samples, here."""
-    samples = int(t.value("n_samples_per_prompt"))
-    rollout, train = int(t.value("rollout_batch_size")), int(t.value("train_batch_size"))
+    samples = t.whole("n_samples_per_prompt", least=1)
+    rollout, train = t.whole("rollout_batch_size", least=1), t.whole("train_batch_size", least=1)
     step = max(train // samples, 1)
     parts = rollout // step if rollout > step and rollout % step == 0 else 1
     prompts = step * parts
-    passes = int(t.value("max_epochs"))
+    passes = t.whole("max_epochs", least=1)
     t.take(
         "train_batch_size",
         {"policy.prompts_per_step": prompts},
@@ -127,15 +126,15 @@ def _batches(t: Translation) -> None:
         )
     updates = parts * passes
     t.take("max_epochs", {"policy.mini_batches": parts, "policy.updates_per_batch": updates})
-    ranks = _ranks(t)
-    micro = largest_divisor(max(prompts // (ranks * parts), 1), int(t.value("micro_train_batch_size")) // samples)
-    why = f"{t.value('micro_train_batch_size')} samples there; references with {samples} samples each here"
+    ranks, together = _ranks(t), t.whole("micro_train_batch_size", least=1)
+    micro = largest_divisor(max(prompts // (ranks * parts), 1), together // samples)
+    why = f"{together} samples there; references with {samples} samples each here"
     t.take("micro_train_batch_size", {"policy.micro_batch_size": micro}, changed=why)
 
 
 def _ranks(t: Translation) -> int:
     """Ranks of the trainer: what there is, cut down to what the batch divides into."""
-    wanted = int(t.value("actor_num_nodes")) * int(t.value("actor_num_gpus_per_node"))
+    wanted = t.whole("actor_num_nodes", least=1) * t.whole("actor_num_gpus_per_node", least=1)
     prompts = t.data["policy"]["prompts_per_step"] // t.data["policy"]["mini_batches"]
     ranks = largest_divisor(prompts, wanted)
     why = "" if ranks == wanted else f"{prompts} prompts an update do not divide into {wanted} ranks"
@@ -156,7 +155,10 @@ def _loss(t: Translation) -> None:
         t.drop("eps_clip_low_high", "one update a batch: nothing is clipped")
         t.drop("dual_clip", "one update a batch: nothing is clipped")
     else:
-        low, high = t.value("eps_clip_low_high") or [t.value("eps_clip") or 0.2] * 2
+        clips = t.value("eps_clip_low_high") or [t.value("eps_clip") or 0.2] * 2
+        if not isinstance(clips, list) or len(clips) != 2:
+            raise WrongValue("eps_clip_low_high", clips, "a list of two numbers")
+        low, high = clips
         for key in ("eps_clip_low_high", "eps_clip"):
             if key in t:
                 t.take(key, {"policy.clip_low": low, "policy.clip_high": high})
@@ -170,15 +172,15 @@ def _loss(t: Translation) -> None:
         )
     else:
         t.drop("advantage_estimator", f"{estimator} needs a trained critic: rloo, the paper's, is used")
-    coefficient = float(t.value("init_kl_coef") or 0.0)
-    in_loss = bool(t.value("use_kl_loss"))
+    coefficient = t.number("init_kl_coef")
+    in_loss = t.flag("use_kl_loss")
     why = "" if in_loss or coefficient == 0 else "a term of the loss here, a part of the reward there"
     t.take("init_kl_coef", {"policy.kl_coef": coefficient}, changed=why)
     t.drop("use_kl_loss", "KL is always a term of the loss here")
     if coefficient > 0:
         t.take("kl_estimator", {"policy.kl_estimator": t.value("kl_estimator")})
     t.drop("kl_estimator", "no KL term: init_kl_coef is 0")
-    if t.value("enable_ema"):
+    if t.flag("enable_ema"):
         decay = t.value("ema_beta") or 0.992
         t.take("enable_ema", {"policy.export_ema": True})
         t.take("ema_beta", {"policy.ema_decay": decay})
@@ -205,17 +207,17 @@ def _schedule(t: Translation) -> None:
 
 
 def _layout(t: Translation) -> None:
-    replicas = int(t.value("critic_num_nodes")) * int(t.value("critic_num_gpus_per_node"))
+    replicas = t.whole("critic_num_nodes", least=1) * t.whole("critic_num_gpus_per_node", least=1)
     t.take("critic_num_gpus_per_node", {"features.num_replicas": replicas}, changed="nodes times GPUs of each")
     t.drop("critic_num_nodes", "nodes times GPUs of each are features.num_replicas")
     if t.data["policy"]["kl_coef"] > 0 and "ref_num_gpus_per_node" in t:
-        count = int(t.value("ref_num_nodes") or 1) * int(t.value("ref_num_gpus_per_node"))
+        count = (t.whole("ref_num_nodes") or 1) * t.whole("ref_num_gpus_per_node", least=1)
         t.take("ref_num_gpus_per_node", {"reference.num_replicas": count}, changed="nodes times GPUs of each")
     for key in ("ref_num_nodes", "ref_num_gpus_per_node"):
         t.drop(key, "no KL term: no reference model is started" if t.data["policy"]["kl_coef"] == 0 else RESOURCES)
     if t.value("vllm_num_engines"):
         t.take("vllm_num_engines", {"rollout.num_engines": t.value("vllm_num_engines")})
     t.drop("vllm_num_engines", "short windows are sampled by the block-parallel engine (rollout.engine)")
-    if t.value("colocate_all_models"):
+    if t.flag("colocate_all_models"):
         t.take("colocate_all_models", {"placement.share_gpus": "always"})
     t.drop("colocate_all_models", "roles share GPUs when there are too few (placement.share_gpus: auto)")

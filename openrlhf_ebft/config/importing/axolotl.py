@@ -18,7 +18,7 @@ from openrlhf_ebft.config.importing.axolotl_keys import (
     STRIDED_DEFAULTS,
     STRUCTURED_DEFAULTS,
 )
-from openrlhf_ebft.config.importing.translation import Translation, largest_divisor, safe_name
+from openrlhf_ebft.config.importing.translation import Translation, WrongValue, largest_divisor, safe_name
 
 
 def translate(nested: Mapping[str, Any]) -> Translation:
@@ -56,6 +56,8 @@ def _name_and_data(t: Translation, is_strided: bool) -> None:
     t.keep("name", safe_name(path.rstrip("/").rsplit("/", 1)[-1]))
     t.drop("output_dir", f"its last part is the run's name, {t.data['name']}; runs lie under logging.root")
     datasets = t.value("datasets") or [{}]
+    if not isinstance(datasets, list):
+        raise WrongValue("datasets", datasets, "a list of data sets such as [{path: data.jsonl}]")
     first = datasets[0] if isinstance(datasets[0], Mapping) else {"path": datasets[0]}
     source = f"{first.get('path')}:{first['name']}" if first.get("name") else first.get("path")
     targets: dict[str, Any] = {"data.path": source} if source else {}
@@ -72,7 +74,7 @@ def _name_and_data(t: Translation, is_strided: bool) -> None:
     if len(datasets) > 1:
         why += f"; only the first of {len(datasets)} data sets is taken: put them into one folder of files"
     t.take("datasets", targets, changed=why)
-    share = float(t.value("val_set_size") or 0.0)
+    share = t.number("val_set_size")
     held_out = {"data.heldout_fraction": share} if 0 < share < 1 else {}
     if held_out:
         t.take("val_set_size", held_out)
@@ -81,12 +83,12 @@ def _name_and_data(t: Translation, is_strided: bool) -> None:
         t.take("val_set_size", {"data.heldout_fraction": 0.0, "evaluation.max_examples": 0}, changed=why)
     t.drop("val_set_size", "a count of rows there: the default share is held out (data.heldout_fraction)")
     if "sequence_len" in t and not is_strided:
-        limit = int(t.value("sequence_len"))
+        limit = t.whole("sequence_len", least=1)
         t.take("sequence_len", {"data.max_prompt_tokens": limit}, changed="limits the prompt alone here")
 
 
 def _features(t: Translation, is_strided: bool) -> None:
-    t.take("ebft.use_whitening", {"features.whitening": "feature" if t.value("ebft.use_whitening") else "none"})
+    t.take("ebft.use_whitening", {"features.whitening": "feature" if t.flag("ebft.use_whitening") else "none"})
     pooling = str(t.value("ebft.embed_method"))
     ours = "completion_mean" if is_strided and pooling == "mean_pooling" else pooling
     t.take(
@@ -99,7 +101,7 @@ def _features(t: Translation, is_strided: bool) -> None:
             t.take(f"ebft.{key}", {path: t.value(f"ebft.{key}")}, changed=halved)
     if is_strided:
         return
-    if "ebft.adaptive_max_tokens" in t and not t.value("ebft.adaptive_max_tokens"):
+    if "ebft.adaptive_max_tokens" in t and not t.flag("ebft.adaptive_max_tokens"):
         why = "completions may be as long as rollout.max_new_tokens"
         t.take("ebft.adaptive_max_tokens", {"rollout.length_multiplier": 1000.0}, changed=why)
         t.drop("ebft.gt_length_multiplier", "not used there without adaptive_max_tokens")
@@ -113,29 +115,28 @@ def _loss(t: Translation, is_strided: bool) -> None:
         t.take("ebft.advantage_estimator", {"reward.advantage": t.value("ebft.advantage_estimator")})
         return
     t.drop("ebft.advantage_estimator", "the structured trainer there takes it from trl.scale_rewards")
-    scaled = bool(t.value("trl.scale_rewards"))
+    scaled = t.flag("trl.scale_rewards")
     why = "minus the group's mean" + (", over its standard deviation" if scaled else "")
     t.take("trl.scale_rewards", {"reward.advantage": "group_norm" if scaled else "dr_grpo"}, changed=why)
     kind = str(t.value("trl.loss_type"))
     if kind in AGGREGATIONS:
         t.take("trl.loss_type", {"policy.aggregation": AGGREGATIONS[kind]})
     t.drop("trl.loss_type", f"{kind} is not offered: policy.aggregation keeps its default")
-    if int(t.value("trl.num_iterations") or 1) > 1:
+    if t.whole("trl.num_iterations") > 1:
         low = t.value("trl.epsilon") or 0.2
         t.keep("policy.loss", "ppo")
         t.take("trl.epsilon", {"policy.clip_low": low, "policy.clip_high": t.value("trl.epsilon_high") or low})
         t.drop("trl.epsilon_high", "see policy.clip_high")
     t.drop("trl.epsilon", "one update a batch: every ratio is 1 and nothing is clipped")
     t.drop("trl.epsilon_high", "one update a batch: nothing is clipped")
-    top_k = t.value("trl.top_k")
-    if top_k is not None and int(top_k) > 0:
-        t.take("trl.top_k", {"rollout.top_k": top_k})
+    if t.whole("trl.top_k") > 0:
+        t.take("trl.top_k", {"rollout.top_k": t.whole("trl.top_k")})
     t.drop("trl.top_k", "off there and here")
 
 
 def _batches(t: Translation, is_strided: bool) -> None:
     """Batches count samples there in structured mode, documents in strided mode; always references here."""
-    micro, accumulated = int(t.value("micro_batch_size")), int(t.value("gradient_accumulation_steps"))
+    micro, accumulated = (t.whole(key, least=1) for key in ("micro_batch_size", "gradient_accumulation_steps"))
     samples = 1 if is_strided else t.data["rollout"]["samples_per_prompt"]
     prompts = max(math.ceil(micro * accumulated / samples), 1)
     unit = "documents" if is_strided else f"samples, {samples} a prompt"
@@ -188,7 +189,7 @@ def _adapters(t: Translation) -> None:
     modules = t.value("lora_target_modules")
     if isinstance(modules, list):
         t.take("lora_target_modules", {"lora.targets": modules})
-    elif t.value("lora_target_linear"):
+    elif t.flag("lora_target_linear"):
         t.take("lora_target_linear", {"lora.targets": ["all-linear"]})
     t.drop("lora_target_modules", "a pattern over module names: list the names in lora.targets")
     t.drop("lora_target_linear", "lora_target_modules comes first")
@@ -199,4 +200,4 @@ def _engine(t: Translation, is_strided: bool) -> None:
         t.keep("rollout.engine", "auto")
         t.drop("trl.use_vllm", "strided mode samples without it there; rollout.engine decides here")
     elif "trl.use_vllm" in t:
-        t.take("trl.use_vllm", {"rollout.engine": "vllm" if t.value("trl.use_vllm") else "transformers"})
+        t.take("trl.use_vllm", {"rollout.engine": "vllm" if t.flag("trl.use_vllm") else "transformers"})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from openrlhf_ebft.config.errors import ConfigError
 from openrlhf_ebft.config.importing import authors, axolotl
 from openrlhf_ebft.config.importing.authors_keys import LIST_KEYS, MARKS
-from openrlhf_ebft.config.importing.translation import KeyNote, Translation, safe_name
+from openrlhf_ebft.config.importing.translation import KeyNote, Translation, WrongValue, safe_name
 from openrlhf_ebft.config.messages import describe_errors
 from openrlhf_ebft.config.rules import check_rules
 from openrlhf_ebft.config.sections import EBFTConfig
@@ -48,7 +48,7 @@ def import_config(path: Path) -> list[ImportedConfig]:
     if not isinstance(nested, dict):
         raise ConfigError(source, ["holds no keys"])
     if nested.get("rl") == "ebft" or "ebft" in nested:
-        return [_finish(axolotl.translate(nested), source, "")]
+        return [_finish(_translated(axolotl.translate, nested, source), source, "")]
     if not MARKS & _all_keys(nested):
         raise ConfigError(
             source,
@@ -58,7 +58,16 @@ def import_config(path: Path) -> list[ImportedConfig]:
             ],
         )
     points = list(_points(nested, source))
-    return [_finish(authors.translate(keys), source, suffix) for keys, suffix in points]
+    return [_finish(_translated(authors.translate, keys, source), source, suffix) for keys, suffix in points]
+
+
+def _translated(
+    translate: Callable[[Mapping[str, Any]], Translation], keys: Mapping[str, Any], source: str
+) -> Translation:
+    try:
+        return translate(keys)
+    except WrongValue as error:
+        raise ConfigError(source, [str(error)]) from None
 
 
 def _all_keys(nested: Mapping[str, Any]) -> set[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -9,6 +10,15 @@ from typing import Any, Literal
 Action = Literal["mapped", "changed", "dropped"]
 
 _ABSENT = object()
+# Both trainers read YAML 1.1, where these plain words are no text.
+_WORDS = {"yes": True, "on": True, "true": True, "no": False, "off": False, "false": False}
+
+
+class WrongValue(Exception):
+    """A value of another kind than its key takes; the message names both."""
+
+    def __init__(self, key: str, value: Any, wanted: str) -> None:
+        super().__init__(f"{key} = {value!r}: must be {wanted}")
 
 
 @dataclass(frozen=True)
@@ -39,6 +49,42 @@ class Translation:
     def value(self, key: str) -> Any:
         """The key's value, else the other implementation's default, else None. Leaves no note."""
         return self._source.get(key, self._defaults.get(key))
+
+    def number(self, key: str) -> float:
+        """The key's value, its default for null, 0 without one. Raises WrongValue for anything but a finite number."""
+        number = self._number_or_nan(key)
+        if math.isnan(number):
+            raise WrongValue(key, self._value_or_default(key), "a number")
+        return number
+
+    def whole(self, key: str, *, least: int | None = None) -> int:
+        """The same for whole numbers; WrongValue below `least`, too."""
+        number = self._number_or_nan(key)
+        if not number.is_integer() or (least is not None and number < least):
+            wanted = "a whole number" + ("" if least is None else f" of at least {least}")
+            raise WrongValue(key, self._value_or_default(key), wanted)
+        return int(number)
+
+    def flag(self, key: str) -> bool:
+        """The key's value, its default for null, false without one. Raises WrongValue unless it is true or false."""
+        value = self._value_or_default(key)
+        value = False if value is None else value
+        meant = _WORDS.get(value.lower(), value) if isinstance(value, str) else value
+        if meant not in (True, False):
+            raise WrongValue(key, value, "true or false")
+        return bool(meant)
+
+    def _number_or_nan(self, key: str) -> float:
+        value = self._value_or_default(key)
+        try:
+            number = math.nan if isinstance(value, bool) else float(0 if value is None else value)
+        except (TypeError, ValueError, OverflowError):
+            number = math.nan
+        return number if math.isfinite(number) else math.nan
+
+    def _value_or_default(self, key: str) -> Any:
+        value = self.value(key)
+        return self._defaults.get(key) if value is None else value
 
     def take(self, key: str, targets: Mapping[str, Any], *, changed: str = "") -> None:
         """Sets our keys (by path, such as `rollout.temperature`) and notes that `key` was mapped.
@@ -96,7 +142,7 @@ class Translation:
 
 def largest_divisor(number: int, limit: int) -> int:
     """The largest divisor of `number` that is at most `limit`; at least 1."""
-    return max(divisor for divisor in range(1, max(limit, 1) + 1) if number % divisor == 0)
+    return max(divisor for divisor in range(1, max(min(number, limit), 1) + 1) if number % divisor == 0)
 
 
 def safe_name(text: str) -> str:

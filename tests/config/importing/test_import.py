@@ -7,6 +7,8 @@ import yaml
 
 from openrlhf_ebft.cli.main import main
 from openrlhf_ebft.config import ConfigError, load_config
+from openrlhf_ebft.config.durability import CheckpointConfig
+from openrlhf_ebft.config.evaluation import EvaluationConfig
 from openrlhf_ebft.config.importing import import_config
 from openrlhf_ebft.config.importing.authors_keys import DROPPED, SAME
 from openrlhf_ebft.config.keys import find_field
@@ -193,6 +195,40 @@ def test_axolotl_last_learning_rate(tmp_path, schedule, action):
     imported = import_config(write(tmp_path, STRIDED, lr_scheduler=schedule, cosine_min_lr_ratio=0.1))[0]
     assert {note.action for note in imported.notes if note.key == "cosine_min_lr_ratio"} == {action}
     assert imported.config.optimizer.min_lr_ratio == (0.1 if action == "mapped" else 0.0)
+
+
+@pytest.mark.parametrize(
+    ("source", "changes", "message"),
+    [
+        (AUTHORS, {"save_steps": "often"}, "save_steps = 'often': must be a whole number"),
+        (AUTHORS, {"n_samples_per_prompt": 0}, "n_samples_per_prompt = 0: must be a whole number of at least 1"),
+        (AUTHORS, {"actor_num_gpus_per_node": 1.5}, "actor_num_gpus_per_node = 1.5: must be a whole number"),
+        (AUTHORS, {"init_kl_coef": {"a": 1}}, "init_kl_coef = {'a': 1}: must be a number"),
+        (AUTHORS, {"use_whitening": "maybe"}, "use_whitening = 'maybe': must be true or false"),
+        (AUTHORS, {"max_epochs": 2, "eps_clip_low_high": [0.1]}, "eps_clip_low_high = [0.1]: must be a list of two"),
+        (STRUCTURED, {"micro_batch_size": float("inf")}, "micro_batch_size = inf: must be a whole number"),
+        (STRUCTURED, {"datasets": "data.jsonl"}, "datasets = 'data.jsonl': must be a list of data sets"),
+    ],
+)
+def test_values_of_another_kind_are_named(tmp_path, source, changes, message):
+    with pytest.raises(ConfigError) as caught:
+        import_config(write(tmp_path, source, **changes))
+    assert message in str(caught.value)
+
+
+def test_plain_words_are_booleans_as_they_are_there(tmp_path):
+    path = write(tmp_path, AUTHORS)
+    path.write_text(path.read_text().replace("use_whitening: true", "use_whitening: no"))
+    assert import_config(path)[-1].config.features.whitening == "none"
+
+
+def test_null_means_the_default(tmp_path):
+    path = tmp_path / "foreign.yaml"
+    text = AUTHORS.read_text().replace("save_steps: -1", "save_steps: null")
+    path.write_text(text.replace("eval_max_samples: 128", "eval_max_samples: null"))
+    config = import_config(path)[0].config
+    assert config.checkpoint.every_steps == CheckpointConfig().every_steps
+    assert config.evaluation.max_examples == EvaluationConfig().max_examples
 
 
 def test_unknown_keys_are_listed_and_dropped(tmp_path):
