@@ -26,6 +26,8 @@ _ALLOWED = {
     "float_parsing": "must be a number",
     "bool_type": "must be true or false",
     "bool_parsing": "must be true or false",
+    "string_too_short": "must not be empty",
+    "string_too_long": "takes {max_length} or fewer characters",
     "string_type": "must be text; put quotes around it",
     "tuple_type": "must be a list such as [0.25, 0.5]",
     "too_short": "needs {min_length} or more entries",

@@ -44,7 +44,7 @@ def parse_overrides(model: type[BaseModel], flags: Sequence[str]) -> tuple[dict[
         else:
             try:
                 values[path] = _read_value(text, accepts_text(field), accepts_null(field))
-            except yaml.YAMLError:
+            except (yaml.YAMLError, ValueError, RecursionError):
                 problems.append(f"--{name} = {text!r}: not a valid YAML value")
     return values, problems
 

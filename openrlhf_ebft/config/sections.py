@@ -16,7 +16,7 @@ from openrlhf_ebft.config.training_sections import DeepSpeedConfig, OptimizerCon
 class ModelConfig(Section):
     """The policy's starting point."""
 
-    path: str = Field(description="local folder, hub name, or a .gguf file of the initial policy")
+    path: str = Field(min_length=1, description="local folder, hub name, or a .gguf file of the initial policy")
     dtype: Precision = Field("bfloat16", description="precision of forward and backward passes of the policy")
     attention: Literal["sdpa", "eager", "rows", "split", "flex"] = Field(
         "sdpa",
@@ -35,8 +35,9 @@ class DataConfig(Section):
         description="structured: one anchor at the end of each prompt; strided: anchors all along documents or answers",
     )
     path: str = Field(
+        min_length=1,
         description="file (.jsonl .json .csv .parquet), folder of such files, or hub dataset name; with "
-        "data.text_column also text files (.txt .md .rst .py) or a folder that holds some"
+        "data.text_column also text files (.txt .md .rst .py) or a folder that holds some",
     )
     split: str = Field("train", description="split of a hub dataset; ignored for files")
     prompt_column: str = Field("prompt", description="column with the prompt text")
@@ -200,7 +201,11 @@ class LoggingConfig(Section):
 class EBFTConfig(Section):
     """A whole run: `openrlhf-ebft train CONFIG`."""
 
-    name: str = Field(pattern=r"^[A-Za-z0-9._-]+$", description="run name; the run directory is logging.root/name")
+    name: str = Field(
+        pattern=r"^[A-Za-z0-9._-]*[A-Za-z0-9_-][A-Za-z0-9._-]*$",  # not `..`: that is another folder
+        max_length=200,
+        description="run name; the run directory is logging.root/name",
+    )
     seed: int = Field(0, ge=0, lt=2**32, description="seed of data order, sampling and initialisation")
     model: ModelConfig
     data: DataConfig

@@ -62,6 +62,10 @@ def parse_yaml(text: str, source: str) -> tuple[Any, dict[KeyPath, int]]:
         return loader.construct_document(node), lines
     except yaml.YAMLError as error:
         raise ConfigError(source, [_yaml_problem(error)]) from None
+    except ConfigError:
+        raise
+    except (ValueError, RecursionError) as error:  # `!!int abc`, thousands of digits or of brackets
+        raise ConfigError(source, [f"not valid YAML: {error}"]) from None
     finally:
         loader.dispose()
 

@@ -148,6 +148,8 @@ def test_all_problems_come_at_once(write_config):
         ("--features.layer_fractions=[0.5, 2]", "features.layer_fractions.1 = 2: must be at most 1.0"),
         ("--optimizer.betas=[0.9, 1.0]", "optimizer.betas.1 = 1.0: must be below 1.0"),
         ("--name=a b", "name = 'a b': must match"),
+        ("--name=..", "name = '..': must match"),
+        ("--data.path=", "data.path = '': must not be empty"),
     ],
 )
 def test_errors_name_key_value_and_what_is_allowed(write_config, flag, message):

@@ -66,3 +66,9 @@ def test_lines_of_keys():
 def test_broken_yaml_names_the_place(text):
     with pytest.raises(ConfigError, match=r"run\.yaml: 1 problem\n.*line \d+, column \d+: not valid YAML"):
         parse_yaml(text, "run.yaml")
+
+
+@pytest.mark.parametrize("text", ["a: !!int abc", "a: " + "9" * 5000, "a: " + "[" * 20000])
+def test_values_that_cannot_be_made_are_no_traceback(text):
+    with pytest.raises(ConfigError, match="not valid YAML"):
+        parse_yaml(text, "run.yaml")
