@@ -10,7 +10,7 @@ from openrlhf_ebft.data.errors import DataError, RowFault
 from openrlhf_ebft.data.examples import row_text
 from openrlhf_ebft.data.report import DataReport
 from openrlhf_ebft.data.rows import Row
-from openrlhf_ebft.data.sources import read_rows
+from openrlhf_ebft.data.sources import ROW_SUFFIXES, read_rows
 
 TEXT_SUFFIXES = (".txt", ".md", ".rst", ".py")
 
@@ -25,7 +25,7 @@ def read_documents(config: DataConfig, column: str, report: DataReport) -> Itera
         DataError: nothing is found, or, in strict mode, the first faulty row or file.
     """
     path = Path(config.path).expanduser()
-    files = _text_files(path)
+    files = _text_files(path, report)
     rows = _file_rows(files, column, report) if files else read_rows(config.path, config.split, report)
     for row in rows:
         try:
@@ -36,12 +36,17 @@ def read_documents(config: DataConfig, column: str, report: DataReport) -> Itera
             yield row, text
 
 
-def _text_files(path: Path) -> list[Path]:
+def _text_files(path: Path, report: DataReport) -> list[Path]:
     if path.is_file():
         return [path] if path.suffix.lower() in TEXT_SUFFIXES else []
     if not path.is_dir():
         return []
-    return sorted(file for file in path.rglob("*") if file.is_file() and file.suffix.lower() in TEXT_SUFFIXES)
+    found = sorted(file for file in path.rglob("*") if file.is_file())
+    files = [file for file in found if file.suffix.lower() in TEXT_SUFFIXES]
+    if files:
+        rows = [file for file in found if file.suffix.lower() in ROW_SUFFIXES]
+        report.note_unread(path, rows, f"a folder with {' '.join(TEXT_SUFFIXES)} files is read as text alone")
+    return files
 
 
 def _file_rows(files: list[Path], column: str, report: DataReport) -> Iterator[Row]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from openrlhf_ebft.data.errors import DataError
 
@@ -39,6 +41,13 @@ class DataReport:
     def change(self, place: str, reason: str, detail: str) -> None:
         """Counts a row that is used in changed form."""
         self._count(self.changed, place, reason, detail)
+
+    def note_unread(self, folder: Path, entries: Sequence[Path], why: str) -> None:
+        """Notes what of a data folder is not read; nothing where that is nothing."""
+        if entries:
+            names = ", ".join(str(entry.relative_to(folder)) for entry in entries[:_EXAMPLES_KEPT])
+            more = f" and {len(entries) - _EXAMPLES_KEPT} more" if len(entries) > _EXAMPLES_KEPT else ""
+            self.notes.append(f"not read in {folder}: {names}{more} ({why})")
 
     @property
     def rows_skipped(self) -> int:

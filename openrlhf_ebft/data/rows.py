@@ -35,7 +35,7 @@ def read_jsonl(path: Path, report: DataReport) -> Iterator[Row]:
             report.rows_read += 1
             place = f"{path}:{number}"
             try:
-                value = json.loads(line.decode("utf-8"))
+                value = json.loads(line.decode("utf-8"), object_pairs_hook=_object)
             except UnicodeDecodeError as error:
                 report.fault(place, "not UTF-8", f"not UTF-8 text: byte {line[error.start]:#04x} at {error.start}")
             except (ValueError, RecursionError) as error:
@@ -55,7 +55,7 @@ def read_json(path: Path, report: DataReport) -> Iterator[Row]:
     except UnicodeDecodeError as error:
         raise DataError(f"{path}: not UTF-8 text: byte {error.object[error.start]:#04x} at {error.start}") from None
     try:
-        content = json.loads(text)
+        content = json.loads(text, object_pairs_hook=_object)
     except (ValueError, RecursionError) as error:
         if text.lstrip().startswith("{"):
             yield from read_jsonl(path, report)
@@ -103,6 +103,15 @@ def read_csv(path: Path, report: DataReport) -> Iterator[Row]:
                 report.fault(place, "broken CSV", detail)
                 continue
             yield Row(place, dict(zip(header, record, strict=True)))
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The pairs of a JSON object. Raises ValueError for a key that stands twice: one of its values would be lost."""
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"key {next(name for name in names if names.count(name) > 1)!r} stands twice")
+    return values
 
 
 def _object_row(place: str, value: Any, report: DataReport) -> Iterator[Row]:

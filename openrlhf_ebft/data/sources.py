@@ -23,7 +23,7 @@ def read_rows(path: str, split: str, report: DataReport) -> Iterator[Row]:
     if any((local / name).is_file() for name in ("dataset_info.json", "dataset_dict.json")):
         yield from _read_saved_dataset(local, split, report)
     elif local.exists():
-        for file in _list_files(local):
+        for file in _list_files(local, report):
             yield from _READERS[file.suffix.lower()](file, report)
     elif local.suffix.lower() in _READERS or path.startswith((".", "/", "~")):
         # Relative paths of a Ray job lie in Ray's copy of the working directory: say where was looked.
@@ -33,15 +33,17 @@ def read_rows(path: str, split: str, report: DataReport) -> Iterator[Row]:
         yield from _read_hub_dataset(path, split, report)
 
 
-def _list_files(path: Path) -> list[Path]:
-    known = " ".join(_READERS)
+def _list_files(path: Path, report: DataReport) -> list[Path]:
+    known = " ".join(ROW_SUFFIXES)
     if path.is_file():
         if path.suffix.lower() not in _READERS:
             raise DataError(f"data.path = {path}: files must end in one of {known}")
         return [path]
-    files = sorted(file for file in path.iterdir() if file.is_file() and file.suffix.lower() in _READERS)
+    entries = sorted(entry for entry in path.iterdir() if not entry.name.startswith("."))
+    files = [entry for entry in entries if entry.is_file() and entry.suffix.lower() in _READERS]
     if not files:
         raise DataError(f"data.path = {path}: this folder holds no file that ends in one of {known}")
+    report.note_unread(path, [entry for entry in entries if entry not in files], f"rows come from {known}")
     return files
 
 
@@ -98,3 +100,5 @@ _READERS: dict[str, Reader] = {
     ".csv": read_csv,
     ".parquet": _read_parquet,
 }
+ROW_SUFFIXES = tuple(_READERS)
+"""Endings of the files that hold rows."""

@@ -68,6 +68,8 @@ def cut_sequence(sequence: TokenSequence, place: str, config: DataConfig, report
             f"{len(sequence)} tokens hold no anchor of data.context_length = {config.context_length} and "
             f"data.generate_max_len = {config.generate_max_len}"
         )
+        if config.min_completion_prefix:
+            detail += f" behind data.min_completion_prefix = {config.min_completion_prefix} tokens of an answer"
         report.skip(place, "no anchor", detail)
     elif len(pieces) < len(lengths):
         lost = len(sequence) - sum(len(piece) for piece in pieces)

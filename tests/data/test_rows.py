@@ -51,6 +51,21 @@ def test_places_are_lines_where_rows_are_lines(tmp_path):
     assert places(tmp_path / "a.json") == [f"{tmp_path}/a.json, row 1", f"{tmp_path}/a.json, row 2"]
 
 
+def test_a_key_that_stands_twice_in_a_row_is_a_fault_of_that_row(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"p": 1}\n{"p": 2, "q": {"r": 1, "r": 2}}\n')
+    rows, report = read(tmp_path / "a.jsonl", strict=False)
+    assert rows == [{"p": 1}]
+    assert report.examples["broken JSON"] == [f"{tmp_path}/a.jsonl:2: broken JSON: key 'r' stands twice"]
+
+
+def test_what_a_folder_holds_beside_its_data_files_is_noted(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"p": 1}\n')
+    assert read(tmp_path)[1].notes == []
+    (tmp_path / "b.jsonl.gz").write_text("x")
+    (tmp_path / "more").mkdir()
+    assert "b.jsonl.gz, more (rows come from .jsonl" in read(tmp_path)[1].notes[0]
+
+
 def test_folder_reads_its_data_files_by_name(tmp_path):
     for name, value in (("b.jsonl", 2), ("a.jsonl", 1), ("c.json", 3)):
         (tmp_path / name).write_text(json.dumps({"p": value}) + "\n")

@@ -96,6 +96,9 @@ def test_folder_of_text_files(tmp_path, make_config, tokenizer):
     config = make_config(tmp_path, **STRIDED, text_column="text", append_eos=False)
     train, _ = load(config, tokenizer)
     assert [reference.token_ids.numel() for reference in train] == [14, 13]
+    (tmp_path / "rows.jsonl").write_text("{}")  # would not be missed
+    _, report = load(config, tokenizer)
+    assert any(note.startswith(f"not read in {tmp_path}: rows.jsonl (") for note in report.notes)
     (tmp_path / "bad.md").write_bytes(b"\xff\xfe")
     with pytest.raises(DataError, match=r"bad\.md: not UTF-8 text: byte 0xff"):
         load(config, tokenizer)
