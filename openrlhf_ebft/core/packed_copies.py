@@ -19,7 +19,8 @@ class PackedCopies:
 
     They take as much memory as the weights. A layer is copied once its weight has stayed the same for more forward
     passes than packing costs, so a model whose weights change all the time loses little, and one that generates long
-    completions between two changes gains a tenth to a fifth of the products' time. Results stay the same, bit for bit
+    completions between two changes gains a tenth to a fifth of the products' time. Changes are seen by the version that
+    a weight counts, which writing through its `.data` leaves as it is. Results stay the same, bit for bit
     where oneDNN multiplied before.
     """
 
