@@ -167,9 +167,10 @@ def _optimizer(t: Translation) -> None:
     for key in ("fsdp", "fsdp_config", "fsdp_version"):
         t.drop(key, "DeepSpeed shards here (deepspeed.zero_stage)")
     if "gradient_checkpointing" in t:
-        t.take("gradient_checkpointing", {"policy.gradient_checkpointing": bool(t.value("gradient_checkpointing"))})
+        is_on = str(t.value("gradient_checkpointing")).startswith("offload") or t.flag("gradient_checkpointing")
+        t.take("gradient_checkpointing", {"policy.gradient_checkpointing": is_on})
     for key, dtype in {"bf16": "bfloat16", "fp16": "float16"}.items():
-        if t.value(key) in (True, "auto", "true"):
+        if t.value(key) in ("auto", "full") or t.flag(key):
             t.take(key, {"model.dtype": dtype})
         t.drop(key, "off there")
 

@@ -222,6 +222,14 @@ def test_plain_words_are_booleans_as_they_are_there(tmp_path):
     assert import_config(path)[-1].config.features.whitening == "none"
 
 
+def test_axolotl_words_beside_booleans(tmp_path):
+    config = import_config(write(tmp_path, STRUCTURED, bf16="full", gradient_checkpointing="offload"))[0].config
+    assert (config.model.dtype, config.policy.gradient_checkpointing) == ("bfloat16", True)
+    assert not import_config(write(tmp_path, STRUCTURED, gradient_checkpointing="no"))[
+        0
+    ].config.policy.gradient_checkpointing
+
+
 def test_null_means_the_default(tmp_path):
     path = tmp_path / "foreign.yaml"
     text = AUTHORS.read_text().replace("save_steps: -1", "save_steps: null")
