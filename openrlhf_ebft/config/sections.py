@@ -203,7 +203,7 @@ class EBFTConfig(Section):
 
     name: str = Field(
         pattern=r"^[A-Za-z0-9._-]*[A-Za-z0-9_-][A-Za-z0-9._-]*$",  # not `..`: that is another folder
-        max_length=200,
+        max_length=240,  # file names end at 255 bytes, endings included
         description="run name; the run directory is logging.root/name",
     )
     seed: int = Field(0, ge=0, lt=2**32, description="seed of data order, sampling and initialisation")
