@@ -178,8 +178,9 @@ class PolicyTrainerGroup:
     def start(self, total_steps: int, timeout_s: float, phase: str) -> None:
         """Loads the model on every rank; `total_steps` is the length of the learning-rate schedule."""
         self._total_steps = total_steps
-        (address,) = self._wait(phase, [self._ranks[0].address.remote()], timeout_s)
-        self._wait(phase, [rank.start.remote(address, total_steps) for rank in self._ranks], timeout_s)
+        (address,) = self._wait(phase, [self._ranks[0].address.remote()], timeout_s, watched=False)
+        calls = [rank.start.remote(address, total_steps) for rank in self._ranks]
+        self._wait(phase, calls, timeout_s, watched=False)
 
     def restart(self) -> None:
         """Starts every rank afresh, with the model of model.path; waits."""
@@ -189,8 +190,10 @@ class PolicyTrainerGroup:
         phase = "restart (limit: placement.start_timeout_s)"
         self.start(self._total_steps, self._config.placement.start_timeout_s, phase)
 
-    def _wait(self, phase: str, calls: Sequence[ObjectRef], timeout_s: float | None = None) -> list[Any]:
-        names, pulses = self._crew.names[: len(calls)], self._crew.pulses[: len(calls)]
+    def _wait(
+        self, phase: str, calls: Sequence[ObjectRef], timeout_s: float | None = None, *, watched: bool = True
+    ) -> list[Any]:
+        names, pulses = self._crew.names[: len(calls)], self._crew.pulses[: len(calls)] if watched else []
         try:
             return wait_for(phase, names, calls, self._timeout_s if timeout_s is None else timeout_s, pulses)
         except ActorError as failure:

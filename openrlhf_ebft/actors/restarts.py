@@ -110,15 +110,19 @@ class Crew:
         return len(self.handles)
 
     def attempt(
-        self, phase: str, calls: Mapping[int, Call], timeout_s: float
+        self, phase: str, calls: Mapping[int, Call], timeout_s: float, *, watched: bool = True
     ) -> tuple[dict[int, Any], dict[int, ActorError]]:
-        """Makes the calls, by number of the actor, and waits for every one; returns (results, failures)."""
+        """Makes the calls, by number of the actor, and waits for every one; returns (results, failures).
+
+        Without `watched` the limit alone counts, and no sign of life is asked for: a process that starts may give none
+        while it loads libraries.
+        """
         numbers = list(calls)
         references = [calls[number](self.handles[number]) for number in numbers]
         results: dict[int, Any] = {}
         failures: dict[int, ActorError] = {}
         names = [self.names[number] for number in numbers]
-        pulses = [self.pulses[number] for number in numbers]
+        pulses = [self.pulses[number] for number in numbers] if watched else []
         for index, outcome in outcomes(phase, names, references, timeout_s, pulses):
             target = failures if isinstance(outcome, ActorError) else results
             target[numbers[index]] = outcome
@@ -163,7 +167,8 @@ class Crew:
         while True:
             self.budget.spend(failure)
             self.replace(number)
-            _, failures = self.attempt("restart (limit: placement.start_timeout_s)", {number: ready}, timeout_s)
+            phase = "restart (limit: placement.start_timeout_s)"
+            _, failures = self.attempt(phase, {number: ready}, timeout_s, watched=False)
             if number not in failures:
                 break
             failure = failures[number]
