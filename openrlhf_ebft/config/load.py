@@ -45,7 +45,7 @@ def load_typed(
     values, problems = parse_overrides(model, overrides)
     origins = {key: f"{source}, line {line}" for key, line in lines.items()}
     for key in unknown_keys(model, data):
-        problems.append(f"{'.'.join(key)}: unknown key; {suggest(model, key)} ({origins[key]})")
+        problems.append(f"{'.'.join(key)}: unknown key; {suggest(model, key)} ({origins.get(key, source)})")
     apply_overrides(data, values)
     origins |= {key: f"flag --{'.'.join(key)}" for key in values}
     problems += _boolean_numbers(model, data, origins)
@@ -98,4 +98,5 @@ def _boolean_numbers(model: type[BaseModel], data: dict[Any, Any], origins: dict
             value = value.get(key) if isinstance(value, dict) else None
         if isinstance(value, bool) and field.annotation is not bool:
             text = str(value).lower()
-            yield f"{'.'.join(path)} = {text}: must not be {text}; {field.description} ({origins[path]})"
+            place = f" ({origins[path]})" if path in origins else ""  # merged keys (<<) have none
+            yield f"{'.'.join(path)} = {text}: must not be {text}; {field.description}{place}"

@@ -49,7 +49,10 @@ def parse_yaml(text: str, source: str) -> tuple[Any, dict[KeyPath, int]]:
     Raises:
         ConfigError: broken YAML, or a key that stands twice in one mapping.
     """
-    loader = _Loader(text)
+    try:
+        loader = _Loader(text)
+    except yaml.YAMLError as error:  # a control character
+        raise ConfigError(source, [f"not valid YAML: {str(error).splitlines()[0]}"]) from None
     try:
         node = loader.get_single_node()
         if node is None:

@@ -179,6 +179,9 @@ def test_missing_keys_say_what_they_are(write_config):
         (b"name: \xff\n", "not UTF-8 text: byte 0xff at 6"),
         (MINIMAL + "data: {path: b}\n", "data stands twice: line 4 and line 6"),
         (MINIMAL + "rollout: 3\n", "rollout = 3: must be a section"),
+        ("null: 2\n" + MINIMAL, "None: unknown key"),
+        (MINIMAL + "rollout: &a {zzz: 1}\nreward: {<<: *a}\n", "rollout.zzz: unknown key"),
+        (MINIMAL + "rollout: &a {timeout_s: true}\nfeatures: {<<: *a}\n", "rollout.timeout_s = true: must not be true"),
     ],
 )
 def test_files_that_are_no_configuration(write_config, content, message):

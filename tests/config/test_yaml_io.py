@@ -68,7 +68,7 @@ def test_broken_yaml_names_the_place(text):
         parse_yaml(text, "run.yaml")
 
 
-@pytest.mark.parametrize("text", ["a: !!int abc", "a: " + "9" * 5000, "a: " + "[" * 20000])
+@pytest.mark.parametrize("text", ["a: !!int abc", "a: " + "9" * 5000, "a: " + "[" * 20000, "a: \x00"])
 def test_values_that_cannot_be_made_are_no_traceback(text):
     with pytest.raises(ConfigError, match="not valid YAML"):
         parse_yaml(text, "run.yaml")
