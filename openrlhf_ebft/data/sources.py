@@ -64,9 +64,14 @@ def _read_parquet(path: Path, report: DataReport) -> Iterator[Row]:
 
 
 def _read_saved_dataset(path: Path, split: str, report: DataReport) -> Iterator[Row]:
+    import pyarrow
+
     import datasets
 
-    dataset = datasets.load_from_disk(str(path))
+    try:
+        dataset = datasets.load_from_disk(str(path))
+    except (OSError, ValueError, KeyError, TypeError, pyarrow.ArrowException) as error:
+        raise DataError(f"data.path = {path}: cannot be read as a saved data set: {error}") from None
     if isinstance(dataset, datasets.DatasetDict):
         if split not in dataset:
             raise DataError(f"data.split = {split}: {path} has the splits {', '.join(dataset)}")

@@ -38,7 +38,7 @@ def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> PreTrainedT
     try:
         folder = str(local.parent) if source else path
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code, **source)
-    except (OSError, ValueError, KeyError, struct.error) as error:
+    except (OSError, ValueError, LookupError, AttributeError, TypeError, struct.error) as error:
         raise DataError(f"tokenizer {path!r} could not be loaded: {one_line(error)}") from None
     if tokenizer.eos_token_id is None:
         raise DataError(f"tokenizer {path!r} has no EOS token: completions could never stop")

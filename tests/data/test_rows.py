@@ -164,6 +164,10 @@ def test_saved_dataset_folder(tmp_path):
     assert read(tmp_path / "s")[0] == ROWS
     with pytest.raises(DataError, match="has the splits train, test"):
         read(tmp_path / "d", split="validation")
+    (file,) = (tmp_path / "s").glob("*.arrow")
+    file.write_bytes(file.read_bytes()[:-200])
+    with pytest.raises(DataError, match=r"data\.path = \S+: cannot be read as a saved data set: "):
+        read(tmp_path / "s")
 
 
 def test_folder_of_parquet_parts_loads_like_a_hub_dataset(tmp_path):

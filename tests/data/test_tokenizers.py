@@ -90,3 +90,9 @@ def test_ends_of_turns_are_not_pooled_though_the_tokenizer_does_not_call_them_sp
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [EOS_ID, 7]}))
     tokenizer = load_tokenizer(str(folder))
     assert unpooled_token_ids(tokenizer, str(folder)) == (0, EOS_ID, 2, 7)  # <pad> <eos> <unk>, and the end of a turn
+
+
+def test_damaged_tokenizer_is_named(folder):
+    (folder / "tokenizer_config.json").write_text("[]")
+    with pytest.raises(DataError, match="could not be loaded"):
+        load_tokenizer(str(folder))
