@@ -64,9 +64,8 @@ def _read_parquet(path: Path, report: DataReport) -> Iterator[Row]:
 
 
 def _read_saved_dataset(path: Path, split: str, report: DataReport) -> Iterator[Row]:
-    import pyarrow
-
     import datasets
+    import pyarrow
 
     try:
         dataset = datasets.load_from_disk(str(path))
