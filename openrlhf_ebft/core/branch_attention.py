@@ -1,7 +1,7 @@
 """Attention of many short branches over shared reference keys and each branch's own keys, block by block.
 
 Both kinds of keys go through one softmax. The probabilities of a block exist while the block is worked on and are
-computed again in the backward pass, so memory does not grow with queries times keys.
+computed again in the backward pass, so memory does not grow with queries times keys; those of small batches are kept.
 
 Shape letters: b trees, S reference tokens, R branches, L query tokens of a branch, K key tokens of a branch,
 M = R * L queries, H heads, V key/value heads, g = H / V heads that share keys, d head size.
@@ -20,6 +20,8 @@ from torch.autograd.function import once_differentiable
 # Scores that exist at one time: on a CPU what its cache holds, elsewhere what a small part of the memory holds.
 _CPU_SCORES = 2**19
 _DEVICE_SCORES = 2**27
+# Probabilities of a call that are kept for the backward pass, about as much as a layer's other activations.
+_KEPT_SCORES = 2**22
 _ALIGNED = 32  # keys of a block are a multiple of this: products of odd sizes take twice as long
 
 
@@ -104,21 +106,24 @@ class _BranchAttention(torch.autograd.Function):
         output = _token_by_token(query)
         rows = _scaled(query, rule)
         blocks = list(_Block.cut(query, key, own_key, bias, rule))
-        space = _space_for(blocks, query)
+        is_small = rule.softcap is None and sum(block.num_scores for block in blocks) <= _KEPT_SCORES
+        is_kept = is_small and any(ctx.needs_input_grad)
+        space, kept = _space_for(blocks, query), []
         for block in blocks:
-            on_reference, on_own = block.divide(block.weights(block.queries(rows), space))
-            mixed = torch.bmm(on_reference, block.shared(value))
+            weights = block.weights(block.queries(rows), torch.empty_like(space) if is_kept else space)
+            mixed = torch.bmm(weights, block.shared(value))
             if block.num_own:
-                mixed += torch.bmm(block.by_branch(on_own), block.own(own_value)).view_as(mixed)
+                mixed += torch.bmm(block.on_own(weights), block.own(own_value)).view_as(mixed)
             output[block.trees, :, block.branches] = block.as_queries(mixed, query)
-        ctx.save_for_backward(query, key, value, own_key, own_value)
+            kept += [weights] if is_kept else []
+        ctx.save_for_backward(query, key, value, own_key, own_value, *kept)
         ctx.bias, ctx.rule = bias, rule
         return output
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, own_key, own_value = ctx.saved_tensors
+        query, key, value, own_key, own_value, *kept = ctx.saved_tensors
         for_query = _token_by_token(query)
         # Blocks add up: in float32 at least, since there may be many of them.
         total = torch.promote_types(key.dtype, torch.float32)
@@ -127,22 +132,20 @@ class _BranchAttention(torch.autograd.Function):
         scaled, gradient = _scaled(query, ctx.rule), gradient.contiguous()
         blocks = list(_Block.cut(query, key, own_key, ctx.bias, ctx.rule))
         spaces = [_space_for(blocks, query) for _ in range(2)]
-        for block in blocks:
+        for number, block in enumerate(blocks):
             rows, pulls = block.queries(scaled), block.queries(gradient)
-            weights = block.weights(rows, spaces[0])
+            weights = kept[number] if kept else block.weights(rows, spaces[0])
             on_weights = block.products(pulls, block.shared(value), own_value, spaces[1])
             on_scores = torch.ops.aten._softmax_backward_data(on_weights, weights, -1, weights.dtype)
             if ctx.rule.softcap is not None:
                 products = block.products(rows, block.shared(key), own_key, spaces[1])
                 on_scores *= 1 - torch.tanh(products / ctx.rule.softcap).square()
-            shared_scores, own_scores = block.divide(on_scores)
-            shared_weights, own_weights = block.divide(weights)
-            block.add_shared(for_value, torch.bmm(pulls.mT, shared_weights))
-            block.add_shared(for_key, torch.bmm(rows.mT, shared_scores))
-            for_rows = torch.bmm(shared_scores, block.shared(key))
+            block.add_shared(for_value, torch.bmm(pulls.mT, weights))
+            block.add_shared(for_key, torch.bmm(rows.mT, on_scores))
+            for_rows = torch.bmm(on_scores, block.shared(key))
             if block.num_own:
-                pull, score = block.by_branch(pulls), block.by_branch(own_scores)
-                block.put_own(for_own_value, torch.bmm(block.by_branch(own_weights).mT, pull))
+                pull, score = block.by_branch(pulls), block.on_own(on_scores)
+                block.put_own(for_own_value, torch.bmm(block.on_own(weights).mT, pull))
                 block.put_own(for_own_key, torch.bmm(score.mT, block.by_branch(rows)))
                 for_rows += torch.bmm(score, block.own(own_key)).view_as(for_rows)
             for_query[block.trees, :, block.branches] = block.as_queries(for_rows * ctx.rule.scaling, query)
@@ -151,7 +154,7 @@ class _BranchAttention(torch.autograd.Function):
 
 
 def _scaled(query: Tensor, rule: ScoreRule) -> Tensor:
-    """Queries (b, V, R, g, L, d) times the rule's factor, contiguous: the queries of a block are a view of them."""
+    """Queries (b, V, R, g, L, d) times the rule's factor, contiguous."""
     return torch.mul(query, rule.scaling, out=query.new_empty(query.shape))
 
 
@@ -221,15 +224,18 @@ class _Block:
         return queries * (self.reach + self.num_own)
 
     def queries(self, states: Tensor) -> Tensor:
-        """(b, V, R, g, L, d) -> (t * V, n * g * L, d) of the block."""
-        return states[self.trees, :, self.branches].flatten(2, 4).flatten(0, 1)
+        """(b, V, R, g, L, d) -> (t * V, n * g * L, d) of the block, contiguous: every product would copy it."""
+        return states[self.trees, :, self.branches].flatten(2, 4).flatten(0, 1).contiguous()
 
     def as_queries(self, rows: Tensor, like: Tensor) -> Tensor:
         """The inverse of `queries`, with the sizes of `like`: (t, V, n, g, L, d)."""
         return rows.view(-1, like.shape[1], self.num_branches, *like.shape[3:])
 
     def shared(self, states: Tensor) -> Tensor:
-        """(b, V, S, d) -> (t * V, reach + K, d), zeros in the places of the own keys."""
+        """(b, V, S, d) -> (t * V, reach + K, d).
+
+        The places of the own keys hold zeros, so that a product with scores or weights of all keys leaves them out.
+        """
         part = states[self.trees, :, : self.reach]
         return nn.functional.pad(part, (0, 0, 0, self.num_own)).flatten(0, 1)
 
@@ -251,11 +257,9 @@ class _Block:
         """(t * V, n * g * L, x) -> (t * V * n, g * L, x)."""
         return rows.reshape(rows.shape[0] * self.num_branches, -1, rows.shape[2])
 
-    def divide(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Takes the own keys' part (t * V, n * g * L, K) out of (t * V, n * g * L, reach + K): zeros stay there."""
-        own = rows[..., self.reach :].clone()
-        rows[..., self.reach :] = 0
-        return rows, own
+    def on_own(self, rows: Tensor) -> Tensor:
+        """The own keys' part of (t * V, n * g * L, reach + K): (t * V * n, g * L, K)."""
+        return self.by_branch(rows[..., self.reach :])
 
     def products(self, rows: Tensor, shared: Tensor, own: Tensor, space: Tensor) -> Tensor:
         """Rows times `shared` of the reference and own (b, V, R, K, d), transposed, written into `space`.

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 _PIECE_BLOCK = 32
-_CACHED_ROWS = 32  # distributions that a CPU works on at one time: their float32 copies stay in its cache
+_CACHED_ROWS = 16  # distributions that a CPU works on at one time: their float32 copies stay in its cache
 
 
 def token_logprobs(
@@ -60,8 +60,7 @@ def _normalizers(logits: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
         masses = torch.exp(scaled.sub_(largest), out=buffer[: len(scaled)])
         mass = masses.sum(-1)
         log_mass[block] = largest[:, 0] + mass.log()
-        # A product of matrices, since `vecdot` would hold another tensor of the block's size.
-        mean = (masses[:, None] @ scaled[:, :, None])[:, 0, 0] / mass
+        mean = scaled.mul_(masses).sum(-1) / mass
         entropy[block] = mass.log() - mean
     return log_mass, entropy
 
@@ -104,7 +103,7 @@ class _TokenLogprobs(torch.autograd.Function):
                 first, last = torch.searchsorted(rows, torch.tensor([block.start, block.stop], device=rows.device))
                 own = slice(int(first), int(last))
                 part.index_put_((rows[own] - block.start, targets[own]), chosen[own], accumulate=True)
-            gradient[block] = part.div_(scale if len(scale) == 1 else scale[block])
+            gradient[block] = part.mul_(_inverse(scale, block))
         return gradient, None, None, None, None, None
 
 
@@ -128,7 +127,12 @@ def _scaled_blocks(logits: Tensor, scale: Tensor) -> Iterator[tuple[slice, Tenso
     for start in range(0, len(logits), rows):
         block = slice(start, min(start + rows, len(logits)))
         scaled = buffer[: block.stop - start].copy_(logits[block])
-        yield block, scaled.div_(scale if len(scale) == 1 else scale[block])
+        yield block, scaled.mul_(_inverse(scale, block))
+
+
+def _inverse(scale: Tensor, block: slice) -> Tensor:
+    """One over the temperatures of a block: multiplying takes a fifth of the time of dividing."""
+    return (scale if len(scale) == 1 else scale[block]).reciprocal()
 
 
 @dataclass(frozen=True, eq=False)

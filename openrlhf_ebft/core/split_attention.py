@@ -132,7 +132,7 @@ class DistinctTokens:
 
     def spread(self, states: Tensor) -> Tensor:
         """(b, U, D) states of the distinct tokens -> (b, T, D) of all; padding holds arbitrary values."""
-        return states[torch.arange(len(states), device=states.device)[:, None], self.places]
+        return _take(states, self.places)
 
 
 @dataclass(frozen=True, eq=False)
@@ -182,15 +182,24 @@ class TreeSplit:
         if self.is_plain:
             count = self.reference.shape[1]
             return states[:, :, :count], states[:, :, count:]
-        return _take(states, self.reference), _take(states, self.branch)
+        return _take_heads(states, self.reference), _take_heads(states, self.branch)
 
     def join(self, reference: Tensor, branch: Tensor) -> Tensor:
         """The inverse of `divide`."""
         whole = torch.cat([reference, branch], dim=2)
-        return whole if self.is_plain else _take(whole, self.inverse)
+        return whole if self.is_plain else _take_heads(whole, self.inverse)
+
+
+def _take_heads(states: Tensor, columns: Tensor) -> Tensor:
+    """(b, heads, T, d) at columns (b, N) -> (b, heads, N, d)."""
+    return _take(states.transpose(1, 2).flatten(2), columns).unflatten(2, (states.shape[1], -1)).transpose(1, 2)
 
 
 def _take(states: Tensor, columns: Tensor) -> Tensor:
-    """(b, heads, T, d) at columns (b, N) -> (b, heads, N, d)."""
+    """(b, T, D) at columns (b, N) -> (b, N, D)."""
     rows = torch.arange(len(states), device=states.device)[:, None]
-    return states.transpose(1, 2)[rows, columns].transpose(1, 2)
+    if states.device.type != "cpu":
+        return states[rows, columns]
+    # On CPUs several times as fast in both directions; elsewhere its sums would have no fixed order.
+    flat = (rows * states.shape[1] + columns).flatten()
+    return states.flatten(0, 1).index_select(0, flat).view(*columns.shape, -1)

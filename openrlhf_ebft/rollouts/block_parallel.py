@@ -88,9 +88,8 @@ class DecodingLayout:
             shape = trees, nodes, kv_heads, self._max_steps, size
             self._own[layer] = key.new_empty(shape), value.new_empty(shape)
         elif self._parents is not None:
-            rows = torch.arange(len(self._parents), device=self._parents.device)[:, None]
             held_key, held_value = self._own[layer]
-            self._own[layer] = held_key[rows, self._parents], held_value[rows, self._parents]
+            self._own[layer] = _take_nodes(held_key, self._parents), _take_nodes(held_value, self._parents)
         return self._own[layer]
 
     def _held_shape(self) -> tuple[int, ...]:
@@ -226,6 +225,13 @@ class BlockParallelSampler:
             drawn = draw_tokens(logits, uniforms[first:last], sampling, part)
             tokens[order[first:last]], logprobs[order[first:last]] = drawn[0].cpu(), drawn[1].cpu()
         return tokens, logprobs
+
+
+def _take_nodes(states: Tensor, nodes: Tensor) -> Tensor:
+    """(b, R, ...) at nodes (b, N) -> (b, N, ...)."""
+    rows = torch.arange(len(states), device=states.device)[:, None]
+    flat = (rows * states.shape[1] + nodes).flatten()
+    return states.flatten(0, 1).index_select(0, flat).unflatten(0, nodes.shape)
 
 
 def _prefix(reference: Reference) -> Reference:
