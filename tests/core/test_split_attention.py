@@ -57,11 +57,12 @@ def test_masks_equal_the_trees(name, side, window):
 
 
 @pytest.mark.parametrize("name", TREES)
-@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize(("softcap", "kept_scores"), [(None, 10**6), (None, 0), (2.0, 10**6)])
 @pytest.mark.parametrize("scores_at_once", [1, 150, 10**6])
-def test_output_and_gradients_equal_one_dense_softmax(name, softcap, scores_at_once, monkeypatch):
-    """Grouped heads, float64; whatever is worked on together: one branch, some, whole trees."""
+def test_output_and_gradients_equal_one_dense_softmax(name, softcap, kept_scores, scores_at_once, monkeypatch):
+    """Grouped heads, float64; whatever is worked on together (one branch, some, whole trees) and whatever is kept."""
     monkeypatch.setattr(branch_attention, "_CPU_SCORES", scores_at_once)
+    monkeypatch.setattr(branch_attention, "_KEPT_SCORES", kept_scores)
     batch = TreeBatch.collate(TREES[name])
     split = TreeSplit.from_batch(batch)
     trees, width = batch.input_ids.shape
