@@ -142,8 +142,8 @@ def test_saved_adapters_are_the_whole_model_and_peft_reads_them(trained, name):
     exported = load_file(trained / f"{name}.safetensors")
     ids = torch.randint(3, 64, (2, 20), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
-        right = model(input_ids=ids).logits
-        assert (merged(input_ids=ids).logits - right).abs().max() < 1e-5
+        # Logits go up to 3, and merged weights are rounded once more than base and adapters.
+        torch.testing.assert_close(merged(input_ids=ids).logits, model(input_ids=ids).logits, atol=2e-5, rtol=1e-5)
     tolerance = 2e-2 if "bf16" in name else 1e-6
     for key, tensor in merged.named_parameters(remove_duplicate=False):
         torch.testing.assert_close(exported[key], tensor.detach(), atol=tolerance, rtol=tolerance, msg=key)
