@@ -202,4 +202,4 @@ def _take(states: Tensor, columns: Tensor) -> Tensor:
         return states[rows, columns]
     # On CPUs several times as fast in both directions; elsewhere its sums would have no fixed order.
     flat = (rows * states.shape[1] + columns).flatten()
-    return states.flatten(0, 1).index_select(0, flat).view(*columns.shape, -1)
+    return states.flatten(0, 1).index_select(0, flat).view(*columns.shape, states.shape[2])

@@ -1,5 +1,7 @@
 """Split attention against the tree's own mask: what may be seen, and the numbers that come out."""
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -117,6 +119,14 @@ def test_divide_and_join_are_inverse(name):
     joined = split.join(*split.divide(states))
     valid = batch.valid[:, None, :, None].expand_as(states)
     assert torch.equal(joined[valid], states[valid])
+
+
+def test_no_token_is_taken_where_there_are_no_branches():
+    tree = TREES["one anchor"][0]
+    split = TreeSplit.from_batch(TreeBatch.collate([tree]))
+    nothing = dataclasses.replace(split, branch=split.branch[:, :0], is_plain=False)
+    taken = nothing.divide(torch.randn(1, 2, len(tree), 3))[1]
+    assert taken.shape == (1, 2, 0, 3)
 
 
 def test_masks_of_long_documents_build_in_milliseconds():
