@@ -132,7 +132,7 @@ class DistinctTokens:
 
     def spread(self, states: Tensor) -> Tensor:
         """(b, U, D) states of the distinct tokens -> (b, T, D) of all; padding holds arbitrary values."""
-        return _take(states, self.places)
+        return take_columns(states, self.places)
 
 
 @dataclass(frozen=True, eq=False)
@@ -192,14 +192,14 @@ class TreeSplit:
 
 def _take_heads(states: Tensor, columns: Tensor) -> Tensor:
     """(b, heads, T, d) at columns (b, N) -> (b, heads, N, d)."""
-    return _take(states.transpose(1, 2).flatten(2), columns).unflatten(2, (states.shape[1], -1)).transpose(1, 2)
+    return take_columns(states.transpose(1, 2).flatten(2), columns).unflatten(2, (states.shape[1], -1)).transpose(1, 2)
 
 
-def _take(states: Tensor, columns: Tensor) -> Tensor:
-    """(b, T, D) at columns (b, N) -> (b, N, D)."""
+def take_columns(states: Tensor, columns: Tensor) -> Tensor:
+    """(b, T, ...) at columns (b, N) int64 -> (b, N, ...)."""
     rows = torch.arange(len(states), device=states.device)[:, None]
     if states.device.type != "cpu":
         return states[rows, columns]
     # On CPUs several times as fast in both directions; elsewhere its sums would have no fixed order.
     flat = (rows * states.shape[1] + columns).flatten()
-    return states.flatten(0, 1).index_select(0, flat).view(*columns.shape, states.shape[2])
+    return states.flatten(0, 1).index_select(0, flat).unflatten(0, columns.shape)

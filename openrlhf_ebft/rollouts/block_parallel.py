@@ -18,7 +18,7 @@ from openrlhf_ebft.core.branch_attention import BranchBias, ScoreRule, attend_br
 from openrlhf_ebft.core.experience import Completion, Reference, RolloutRequest, SamplingSettings
 from openrlhf_ebft.core.packed_copies import PackedCopies
 from openrlhf_ebft.core.seeding import completion_seed
-from openrlhf_ebft.core.split_attention import BranchPlaces
+from openrlhf_ebft.core.split_attention import BranchPlaces, take_columns
 from openrlhf_ebft.models.policy import LogitsHead
 from openrlhf_ebft.models.split_attention import LayerStates, ReferenceAttention, split_attention
 from openrlhf_ebft.rollouts.branch_nodes import BranchNodes
@@ -89,7 +89,7 @@ class DecodingLayout:
             self._own[layer] = key.new_empty(shape), value.new_empty(shape)
         elif self._parents is not None:
             held_key, held_value = self._own[layer]
-            self._own[layer] = _take_nodes(held_key, self._parents), _take_nodes(held_value, self._parents)
+            self._own[layer] = take_columns(held_key, self._parents), take_columns(held_value, self._parents)
         return self._own[layer]
 
     def _held_shape(self) -> tuple[int, ...]:
@@ -225,13 +225,6 @@ class BlockParallelSampler:
             drawn = draw_tokens(logits, uniforms[first:last], sampling, part)
             tokens[order[first:last]], logprobs[order[first:last]] = drawn[0].cpu(), drawn[1].cpu()
         return tokens, logprobs
-
-
-def _take_nodes(states: Tensor, nodes: Tensor) -> Tensor:
-    """(b, R, ...) at nodes (b, N) -> (b, N, ...)."""
-    rows = torch.arange(len(states), device=states.device)[:, None]
-    flat = (rows * states.shape[1] + nodes).flatten()
-    return states.flatten(0, 1).index_select(0, flat).unflatten(0, nodes.shape)
 
 
 def _prefix(reference: Reference) -> Reference:
