@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -40,7 +41,8 @@ class RewardModelValue(BaseCandidateValue):
     Rules, the same on every path:
     - the score is read at the last real token, whatever its id (a candidate equal to the pad id is a candidate);
     - padding of the prefix is removed, and rows are padded on the right, masked, with the reward model's pad id or 0
-      (some classifiers find the last token by that id);
+      (some classifiers find the last token by that id); a classifier whose scores change with padding all the same
+      (XLNet, and encoders that mix neighbouring tokens whatever the mask says) gets rows of one length at a time;
     - a sequence longer than the reward model reads keeps its LAST tokens (the candidate is always among them).
 
     With `shared_vocab=False` the real tokens and the candidate are decoded (special tokens of the language model
@@ -83,6 +85,7 @@ class RewardModelValue(BaseCandidateValue):
         self._pad_id = _pad_id(reward_model)
         self.max_length = max_length if max_length is not None else reward_model_limit(reward_model, rm_tokenizer)
         self.vocab_limit = reward_model.get_input_embeddings().num_embeddings if shared_vocab else None
+        self._takes_padding = position_head(reward_model) is not None or self._ignores_padding()
         if not shared_vocab:
             # An own copy: cutting on the left is set on it, and one thread uses it at a time.
             self._encoder = copy.deepcopy(rm_tokenizer)
@@ -107,16 +110,41 @@ class RewardModelValue(BaseCandidateValue):
             lengths: [N] int64, each >= 1.
         """
         device = next(self.reward_model.parameters()).device
-        scores = []
-        for start in range(0, ids.size(0), ROWS_PER_FORWARD):
-            count = lengths[start : start + ROWS_PER_FORWARD].to(device)
-            rows = ids[start : start + ROWS_PER_FORWARD, : int(count.max())].to(device)
-            mask = (torch.arange(rows.size(1), device=device)[None, :] < count[:, None]).long()
-            rows = rows.masked_fill(mask == 0, self._pad_id)
-            scores.append(extract_score(self._last_logits(rows, mask, count), self.score_index, self.score_transform))
-        return torch.cat(scores)
+        scores = torch.empty(ids.size(0), device=device)
+        for batch in self._batches(lengths):
+            logits = self._last_logits(ids[batch].to(device), lengths[batch].to(device))
+            scores[batch.to(device)] = extract_score(logits, self.score_index, self.score_transform)
+        return scores
 
-    def _last_logits(self, rows: torch.Tensor, mask: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
+    def _batches(self, lengths: torch.Tensor) -> Iterator[torch.Tensor]:
+        """Numbers of the rows of each forward."""
+        if self._takes_padding:
+            yield from torch.arange(lengths.numel(), device=lengths.device).split(ROWS_PER_FORWARD)
+            return
+        for length in lengths.unique():
+            yield from torch.nonzero(lengths == length)[:, 0].split(ROWS_PER_FORWARD)
+
+    @torch.inference_mode()
+    def _ignores_padding(self) -> bool:
+        """Whether a short row scores alike alone and padded beside a longer one; False where that cannot be found."""
+        model = self.reward_model
+        longest = min(8, self.max_length or 8)
+        generator = torch.Generator().manual_seed(0)
+        ids = torch.randint(0, model.get_input_embeddings().num_embeddings, (2, longest), generator=generator)
+        lengths = torch.tensor([(longest + 1) // 2, longest])
+        ids, lengths = (tensor.to(next(model.parameters()).device) for tensor in (ids, lengths))
+        try:
+            padded, alone = self._last_logits(ids, lengths)[:1], self._last_logits(ids[:1], lengths[:1])
+        except (RuntimeError, ValueError):  # some want an EOS in every row
+            return False
+        limit = 1e-4 if torch.finfo(padded.dtype).bits >= 32 else 64 * torch.finfo(padded.dtype).eps
+        return torch.allclose(padded, alone, rtol=limit, atol=limit)
+
+    def _last_logits(self, ids: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
+        """Logits [N, C] at the last token of each row of ids [N, L]; count [N] are the rows' lengths."""
+        rows = ids[:, : int(count.max())]
+        mask = (torch.arange(rows.size(1), device=rows.device)[None, :] < count[:, None]).long()
+        rows = rows.masked_fill(mask == 0, self._pad_id)
         head = position_head(self.reward_model)
         if head is None:
             return self.reward_model(input_ids=rows, attention_mask=mask).logits

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 import torch
-from transformers import GPT2Config, ModernBertDecoderConfig, XLNetConfig
+from transformers import ConvBertConfig, GPT2Config, ModernBertDecoderConfig, XLNetConfig
 
 from openrlhf_ebft.core.positions import position_limit
 from openrlhf_ebft.rad import CachedRewardModelValue, RewardModelValue, StepContext
@@ -166,17 +166,21 @@ def test_prefix_beyond_the_limit_keeps_the_last_tokens(name):
     assert RewardModelValue(model).max_length == 64
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "roberta", "modernbert_decoder"])
+@pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "roberta", "modernbert_decoder", "xlnet", "convbert"])
 def test_ragged_batches_score_alike(name):
     """B62: no pad id, texts of 2, 5 and 9 tokens, EOS inside, batches of 1, 2 and 3.
 
-    The ModernBERT decoder finds the last token by its pad id, in its own forward.
+    The ModernBERT decoder finds the last token by its pad id, in its own forward. XLNet reads the last place of a row,
+    and ConvBERT's convolutions mix padding into its neighbours.
     """
     from tests.rad.conftest import encoder_configs
 
     special = {"pad_token_id": 1, "eos_token_id": 2, "bos_token_id": 0, "cls_token_id": 0, "sep_token_id": 2}
     decoder = ModernBertDecoderConfig(**SMALL, **SPREAD, **special, intermediate_size=48, max_position_embeddings=64)
-    model = make_classifier({**configs(), **encoder_configs(), "modernbert_decoder": decoder}[name])
+    xlnet = XLNetConfig(vocab_size=VOCAB, d_model=32, n_layer=2, n_head=4, d_inner=48, **SPREAD)
+    convbert = ConvBertConfig(**SMALL, **SPREAD, intermediate_size=48, max_position_embeddings=64)
+    others = {"modernbert_decoder": decoder, "xlnet": xlnet, "convbert": convbert}
+    model = make_classifier({**configs(), **encoder_configs(), **others}[name])
     if name in configs():
         model.config.pad_token_id = None
     rows = [[3, 4], [5, 2, 6, 7, 2], [8, 9, 10, 2, 11, 12, 13, 14, 15]]
@@ -193,6 +197,9 @@ def test_ragged_batches_score_alike(name):
     assert scores(rows[:2]) == pytest.approx(alone[:2], abs=TOLERANCE)
     assert scores(rows[::-1]) == pytest.approx(alone[::-1], abs=TOLERANCE)
     assert max(alone) - min(alone) > 1e-3
+    if name in ("xlnet", "convbert"):
+        plain = [model(input_ids=torch.tensor([row])).logits.item() for row in rows]
+        assert alone == pytest.approx(plain, abs=TOLERANCE)
 
 
 @pytest.mark.parametrize("name", ["bert", "roberta", "opt", "gpt2"])
