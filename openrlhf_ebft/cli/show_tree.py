@@ -9,6 +9,7 @@ from pathlib import Path
 from openrlhf_ebft.cli.config_arguments import config_parser, split_overrides
 from openrlhf_ebft.cli.run_command import run_command
 from openrlhf_ebft.config import EBFTConfig, load_config
+from openrlhf_ebft.config.errors import UserError
 
 
 def main(argv: Sequence[str]) -> int:
@@ -23,13 +24,24 @@ def main(argv: Sequence[str]) -> int:
     own, overrides = split_overrides(argv, {"--out": True, "--tokens": True, "--samples": True, "--help": False})
     arguments = parser.parse_args(own)
     config = load_config(arguments.config, overrides)
+    out = _picture_file(arguments.out)
     from openrlhf_ebft.trainer.tree_example import sample_tree
     from openrlhf_ebft.trainer.tree_picture import write_picture
 
     tree, tokenizer = sample_tree(config, arguments.tokens, arguments.samples)
-    write_picture(tree, tokenizer.decode, Path(arguments.out))
-    print(f"{len(tree)} tokens, {tree.num_anchors} anchors, {tree.num_branches} branches in {arguments.out}")
+    write_picture(tree, tokenizer.decode, out)
+    print(f"{len(tree)} tokens, {tree.num_anchors} anchors, {tree.num_branches} branches in {out}")
     return 0
+
+
+def _picture_file(text: str) -> Path:
+    """Where the picture goes, checked before a model is loaded."""
+    out = Path(text)
+    if out.suffix not in (".html", ".png"):
+        raise UserError(f"--out {out}: must end in .html or .png")
+    if not out.parent.is_dir():
+        raise UserError(f"--out {out}: there is no folder {out.parent}")
+    return out
 
 
 if __name__ == "__main__":

@@ -30,10 +30,10 @@ def token_text(decode: Callable[[list[int]], str], token: int) -> str:
 
 
 def write_picture(tree: RolloutTree, decode: Callable[[list[int]], str], out: Path) -> None:
-    """Writes an .html or .png file.
+    """Writes an .html file, or with any other ending a PNG.
 
     Raises:
-        UserError: another ending, a tree that is too large, or PNG without matplotlib.
+        UserError: a tree that is too large, or PNG without matplotlib.
     """
     if len(tree) > MAX_TOKENS:
         raise UserError(
@@ -42,10 +42,8 @@ def write_picture(tree: RolloutTree, decode: Callable[[list[int]], str], out: Pa
         )
     if out.suffix == ".html":
         out.write_text(_html(tree, decode), encoding="utf-8")
-    elif out.suffix == ".png":
-        _write_png(tree, decode, out)
     else:
-        raise UserError(f"--out {out}: must end in .html or .png")
+        _write_png(tree, decode, out)
 
 
 def _html(tree: RolloutTree, decode: Callable[[list[int]], str]) -> str:

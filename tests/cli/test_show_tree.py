@@ -50,7 +50,8 @@ def test_a_late_first_anchor_is_drawn_and_text_of_tokens_is_escaped(config, tmp_
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--out", "tree.gif"], "must end in .html or .png"),
+        (["--out", "tree.gif", "--model.path", "./no-model-is-read"], "must end in .html or .png"),
+        (["--out", "none/tree.png", "--model.path", "./no-model-is-read"], "there is no folder none"),
         (["--out", "tree.html", "--tokens", "10"], "--tokens 10: the first anchor and its ground truth need 12"),
         (["--out", "tree.html", "--tokens", "50", "--samples", "9"], "too large to draw: at most 200"),
     ],
