@@ -127,3 +127,6 @@ _DROPPED_FOR: dict[str, str] = {
     "rl_loss_warmup_steps kl_loss_coef",
 }
 DROPPED = {key: why for why, keys in _DROPPED_FOR.items() for key in keys.split()}
+
+NEEDED = {"model.path": "pretrain", "data.path": "prompt_data"}
+"""Our keys that have no default, with the key there that gives each."""

@@ -115,3 +115,6 @@ _DROPPED_FOR: dict[str, str] = {
 DROPPED = {key: why for why, keys in _DROPPED_FOR.items() for key in keys.split()}
 AGGREGATIONS = {"grpo": "sequence_mean", "bnpo": "token_mean", "dapo": "token_mean", "dr_grpo": "dr_grpo"}
 SCHEDULES = {"constant": "constant", "constant_with_warmup": "constant", "linear": "linear", "cosine": "cosine"}
+
+NEEDED = {"model.path": "base_model", "data.path": "datasets"}
+"""Our keys that have no default, with the key there that gives each."""

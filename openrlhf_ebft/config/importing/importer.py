@@ -14,6 +14,8 @@ from pydantic import ValidationError
 from openrlhf_ebft.config.errors import ConfigError
 from openrlhf_ebft.config.importing import authors, axolotl
 from openrlhf_ebft.config.importing.authors_keys import LIST_KEYS, MARKS
+from openrlhf_ebft.config.importing.authors_keys import NEEDED as AUTHORS_NEEDED
+from openrlhf_ebft.config.importing.axolotl_keys import NEEDED as AXOLOTL_NEEDED
 from openrlhf_ebft.config.importing.translation import KeyNote, Translation, WrongValue, safe_name
 from openrlhf_ebft.config.messages import describe_errors
 from openrlhf_ebft.config.rules import check_rules
@@ -48,7 +50,7 @@ def import_config(path: Path) -> list[ImportedConfig]:
     if not isinstance(nested, dict):
         raise ConfigError(source, ["holds no keys"])
     if nested.get("rl") == "ebft" or "ebft" in nested:
-        return [_finish(_translated(axolotl.translate, nested, source), source, "")]
+        return [_finish(_translated(axolotl.translate, nested, source), source, "", AXOLOTL_NEEDED)]
     if not MARKS & _all_keys(nested):
         raise ConfigError(
             source,
@@ -58,7 +60,9 @@ def import_config(path: Path) -> list[ImportedConfig]:
             ],
         )
     points = list(_points(nested, source))
-    return [_finish(_translated(authors.translate, keys, source), source, suffix) for keys, suffix in points]
+    return [
+        _finish(_translated(authors.translate, keys, source), source, suffix, AUTHORS_NEEDED) for keys, suffix in points
+    ]
 
 
 def _translated(
@@ -114,7 +118,11 @@ def _resolve(keys: dict[str, Any], source: str) -> dict[str, Any]:
     return {key: value_of(value) for key, value in keys.items()}
 
 
-def _finish(t: Translation, source: str, suffix: str) -> ImportedConfig:
+def _finish(t: Translation, source: str, suffix: str, needed: Mapping[str, str]) -> ImportedConfig:
+    """`needed`: our keys that have no default, with the key there that gives each."""
+    missing = [f"{key}: missing; it is {path} here" for path, key in needed.items() if not t.has(path)]
+    if missing:
+        raise ConfigError(source, missing)
     name = safe_name("-".join(part for part in (t.data["name"], suffix) if part))
     data = {"name": name, **{key: value for key, value in t.data.items() if key != "name"}}
     origins = {tuple(path.split(".")): f"from {note.key}" for note in t.notes for path in _paths(note)}

@@ -132,6 +132,11 @@ class Translation:
         """Sets one of our keys without a counterpart there."""
         self._set(path, value)
 
+    def has(self, path: str) -> bool:
+        """Whether our key is set."""
+        section, name = path.split(".")
+        return name in self.data.get(section, {})
+
     def _set(self, path: str, value: Any) -> None:
         *sections, name = path.split(".")
         place = self.data

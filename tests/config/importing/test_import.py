@@ -255,7 +255,10 @@ def test_unknown_keys_are_listed_and_dropped(tmp_path):
         ("pretrain: m\nsweep: 3\n", "sweep: must be a list"),
         ("pretrain: m\nsweep:\n  - seed: []\n", "seed: an empty list"),
         ("pretrain: m\ntemperature: ${nothing}\n", "no key nothing"),
-        ("pretrain: m\nn_samples_per_prompt: 4\ninit_kl_coef: 0\n", "data.path: missing"),
+        ("pretrain: m\nn_samples_per_prompt: 4\n", r"prompt_data: missing; it is data\.path here"),
+        ("prompt_data: d.jsonl\nn_samples_per_prompt: 4\n", r"pretrain: missing; it is model\.path here"),
+        ("rl: ebft\ndatasets: [{path: d.jsonl}]\n", r"base_model: missing; it is model\.path here"),
+        ("rl: ebft\nbase_model: m\n", r"datasets: missing; it is data\.path here"),
     ],
 )
 def test_files_that_cannot_be_translated(tmp_path, text, message):
