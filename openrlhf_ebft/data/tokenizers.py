@@ -69,6 +69,9 @@ def stop_token_ids(tokenizer: PreTrainedTokenizerBase, model_path: str) -> tuple
 
     Chat models often end a turn with another token than the tokenizer's EOS; only the ids are taken from the
     generation config, none of its sampling settings.
+
+    Raises:
+        DataError: the generation config gives something else than token ids.
     """
     ids = {tokenizer.eos_token_id} if tokenizer.eos_token_id is not None else set()
     local = Path(model_path)
@@ -78,11 +81,15 @@ def stop_token_ids(tokenizer: PreTrainedTokenizerBase, model_path: str) -> tuple
         return tuple(sorted(ids))
     try:
         declared = GenerationConfig.from_pretrained(model_path).eos_token_id
-    except (OSError, json.JSONDecodeError) as error:
+    except (OSError, json.JSONDecodeError, TypeError) as error:  # TypeError: the file holds no object
         logger.warning("no generation config of %r (%s): only the tokenizer's EOS stops completions", model_path, error)
         declared = None
-    ids |= set(declared) if isinstance(declared, list) else {declared} - {None}
-    return tuple(sorted(ids))
+    listed = declared if isinstance(declared, list) else [] if declared is None else [declared]
+    for token in listed:
+        if not isinstance(token, int) or isinstance(token, bool):
+            where = f"generation_config.json of {model_path!r}: eos_token_id = {declared!r}"
+            raise DataError(f"{where}: must be a token id or a list of them, not {token!r}")
+    return tuple(sorted(ids.union(listed)))
 
 
 def unpooled_token_ids(tokenizer: PreTrainedTokenizerBase, model_path: str) -> tuple[int, ...]:

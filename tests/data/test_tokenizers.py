@@ -82,6 +82,20 @@ def test_stop_ids_are_those_of_tokenizer_and_generation_config(folder, declared,
     assert stop_token_ids(load_tokenizer(str(folder)), str(folder)) == tuple(stops)
 
 
+@pytest.mark.parametrize("declared", ["<eos>", [EOS_ID, "<eos>"], [[EOS_ID]], True, 1.5])
+def test_stop_ids_that_are_no_token_ids_are_named(folder, declared):
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": declared}))
+    with pytest.raises(DataError, match=r"generation_config\.json of .*: eos_token_id = .* must be a token id"):
+        stop_token_ids(load_tokenizer(str(folder)), str(folder))
+
+
+@pytest.mark.parametrize("content", ["[]", "null", "{"])
+def test_damaged_generation_config_leaves_the_tokenizers_eos_and_is_said(folder, content, caplog):
+    (folder / "generation_config.json").write_text(content)
+    assert stop_token_ids(load_tokenizer(str(folder)), str(folder)) == (EOS_ID,)
+    assert "only the tokenizer's EOS stops completions" in caplog.text
+
+
 def test_folder_without_generation_config_stops_at_the_tokenizers_eos(folder):
     assert stop_token_ids(load_tokenizer(str(folder)), str(folder)) == (EOS_ID,)
 
