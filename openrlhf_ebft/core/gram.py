@@ -32,6 +32,31 @@ def require_floating(name: str, value: Tensor) -> None:
         raise ValueError(f"{name} must be a floating-point tensor, got {value.dtype}")
 
 
+def scaled_to_one(embeddings: Tensor) -> tuple[Tensor, Tensor]:
+    """Groups (..., rows, D), each divided by the power of two that leaves its largest value in [0.5, 1).
+
+    Only float64 is scaled: products of its numbers may leave its range, those of narrower types do not.
+
+    Returns:
+        the groups, and (..., 1, 1) int32 exponents of the powers of two.
+    """
+    if embeddings.dtype != torch.float64 or embeddings.numel() == 0:
+        return embeddings, torch.zeros((*embeddings.shape[:-2], 1, 1), dtype=torch.int32, device=embeddings.device)
+    exponent = torch.frexp(embeddings.abs().amax((-2, -1), keepdim=True)).exponent
+    return torch.ldexp(embeddings, -exponent), exponent
+
+
+def check_groups(phi: Tensor, phi_gt: Tensor) -> None:
+    """Raise ValueError unless phi is (..., N, D) floating and phi_gt (..., D) floating, with the same leading axes."""
+    require_floating("phi", phi)
+    require_floating("phi_gt", phi_gt)
+    if phi.ndim < 2 or phi.shape[-2] < 1 or phi.shape[-1] < 1:
+        raise ValueError(f"phi must be (..., N, D) with N >= 1 and D >= 1, got {tuple(phi.shape)}")
+    wanted = (*phi.shape[:-2], phi.shape[-1])
+    if phi_gt.shape != wanted:
+        raise ValueError(f"phi_gt must be {wanted} for phi {tuple(phi.shape)}, got {tuple(phi_gt.shape)}")
+
+
 @torch.no_grad()
 def group_gram(phi: Tensor, phi_gt: Tensor) -> Tensor:
     """Raw inner products of a group's pooled embeddings, generated rows first, the ground truth last.
@@ -47,13 +72,7 @@ def group_gram(phi: Tensor, phi_gt: Tensor) -> Tensor:
     Raises:
         ValueError: dtypes that are not floating, or shapes that do not belong together.
     """
-    require_floating("phi", phi)
-    require_floating("phi_gt", phi_gt)
-    if phi.ndim < 2 or phi.shape[-2] < 1 or phi.shape[-1] < 1:
-        raise ValueError(f"phi must be (..., N, D) with N >= 1 and D >= 1, got {tuple(phi.shape)}")
-    wanted = (*phi.shape[:-2], phi.shape[-1])
-    if phi_gt.shape != wanted:
-        raise ValueError(f"phi_gt must be {wanted} for phi {tuple(phi.shape)}, got {tuple(phi_gt.shape)}")
+    check_groups(phi, phi_gt)
     n, dim = phi.shape[-2:]
     generated, truth = phi.reshape(-1, n, dim), phi_gt.reshape(-1, dim)
     gram = torch.zeros(generated.shape[0], n + 1, n + 1, dtype=torch.float64, device=phi.device)

@@ -10,7 +10,16 @@ import torch
 from torch import Tensor
 
 from openrlhf_ebft.core.feature_matching import cfm_loss, cfm_loss_unbiased
-from openrlhf_ebft.core.gram import check_gram, group_gram, require_floating, siblings_mean, unit_gram, unit_rows
+from openrlhf_ebft.core.gram import (
+    check_gram,
+    check_groups,
+    group_gram,
+    require_floating,
+    scaled_to_one,
+    siblings_mean,
+    unit_gram,
+    unit_rows,
+)
 from openrlhf_ebft.core.whitening import whitened_products
 
 Whitening = Literal["feature", "sample", "none"]
@@ -104,8 +113,11 @@ def compute_rewards_from_embeddings(
     whiten_tol: float = 1e-5,
 ) -> GroupRewards:
     """`compute_rewards` of pooled embeddings phi (..., N, D) and phi_gt (..., D), any floating dtype."""
+    check_groups(phi, phi_gt)
+    rows, _ = scaled_to_one(phi.detach())  # no reward depends on the size of a group or of its ground truth
+    truth, _ = scaled_to_one(phi_gt.detach().unsqueeze(-2))
     return compute_rewards(
-        group_gram(phi, phi_gt),
+        group_gram(rows, truth.squeeze(-2)),
         alignment_coef=alignment_coef,
         diversity_coef=diversity_coef,
         whitening=whitening,

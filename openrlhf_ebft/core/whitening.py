@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from openrlhf_ebft.core.gram import check_gram, chunks, require_finite_groups, require_floating
+from openrlhf_ebft.core.gram import check_gram, chunks, require_finite_groups, require_floating, scaled_to_one
 
 WhiteningSpace = Literal["feature", "sample"]
 
@@ -172,7 +172,8 @@ def whiten_embeddings_batched(
     check_tol(whiten_tol)
     check_space(space)
     lead, (n, dim), m = phi.shape[:-2], phi.shape[-2:], phi_gt.shape[-2]
-    generated, truth = phi.reshape(-1, n, dim), phi_gt.reshape(-1, m, dim)
+    generated, size = scaled_to_one(phi.reshape(-1, n, dim))
+    truth, truth_size = scaled_to_one(phi_gt.reshape(-1, m, dim))
     kernel, cross, length = _products(generated, truth)
     finite = kernel.isfinite().flatten(1).all(-1) & cross.isfinite().flatten(1).all(-1) & length.isfinite().all(-1)
     require_finite_groups(finite.reshape(lead))
@@ -190,4 +191,6 @@ def whiten_embeddings_batched(
         _mix((_truth_coordinates(spectrum, cross, length) * inverse**3) @ vectors.mT, generated, out_gt, normalize)
     else:
         _mix(root if m == n else root.sum(-1, keepdim=True), truth, out_gt, normalize)
+    if torch.float64 in (phi.dtype, phi_gt.dtype) and not normalize:
+        out_gt = torch.ldexp(out_gt, truth_size - size)
     return out.reshape(phi.shape), out_gt.reshape(*lead, out_gt.shape[1], dim)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from openrlhf_ebft.core.gram import group_gram
-from openrlhf_ebft.core.rewards import compute_rewards
+from openrlhf_ebft.core.rewards import compute_rewards, compute_rewards_from_embeddings
 from openrlhf_ebft.core.whitening import whiten_embeddings_batched, whitened_products
 from tests.live_bytes import LiveBytes
 
@@ -113,6 +113,24 @@ def test_products_equal_those_of_the_whitened_rows():
         torch.testing.assert_close(products.generated, white @ white.mT, atol=1e-9, rtol=1e-9)
         torch.testing.assert_close(products.cross, (white * white_gt).sum(-1), atol=1e-9, rtol=1e-9)
         torch.testing.assert_close(products.truth, white_gt.square().sum(-1), atol=1e-9, rtol=1e-9)
+
+
+@pytest.mark.parametrize("space", ["feature", "sample"])
+def test_sizes_beyond_the_range_of_products(space):
+    """Products of 1e-160 are 0 and those of 1e160 infinite in float64; the whitened rows are those of size 1."""
+    generator = torch.Generator().manual_seed(0)
+    phi, gt = torch.randn(2, 3, 5, generator=generator).double(), torch.randn(2, 1, 5, generator=generator).double()
+    sizes = torch.tensor([1e-160, 1e160], dtype=torch.float64).view(2, 1, 1)
+    want, want_gt = whiten_embeddings_batched(phi, gt, space=space)
+    for gt_sizes in (sizes, torch.ones_like(sizes)):
+        got, got_gt = whiten_embeddings_batched(phi * sizes, gt * gt_sizes, space=space)
+        torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(got_gt / (gt_sizes / sizes), want_gt, rtol=1e-9, atol=1e-9)
+    rewards, plain = (
+        compute_rewards_from_embeddings(phi * size, (gt * size)[:, 0], whitening=space) for size in (sizes, 1.0)
+    )
+    torch.testing.assert_close(rewards.reward, plain.reward, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(rewards.cfm, plain.cfm, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("space", ["feature", "sample"])
