@@ -55,7 +55,12 @@ def _dr_grpo(terms: _Terms) -> Tensor:
 
 
 def _group_norm(terms: _Terms) -> Tensor:
-    centred = torch.where(terms.finite, _dr_grpo(terms), 0.0)
+    # Measured from one of them, equal rewards deviate by exactly 0; the rounding of a mean, divided by so small a
+    # deviation, could be any number.
+    first = terms.reward.gather(-1, terms.finite.int().argmax(-1, keepdim=True))
+    offset = torch.where(terms.finite, terms.reward - first, 0.0)
+    mean = offset.sum(-1, keepdim=True) / terms.count.clamp_min(1)
+    centred = torch.where(terms.finite, offset - mean, 0.0)
     variance = centred.square().sum(-1, keepdim=True) / (terms.count - 1).clamp_min(1)
     return centred / (variance.sqrt() + 1e-8)
 

@@ -90,6 +90,14 @@ def test_dtype_is_kept_and_no_graph(dtype):
     assert advantages.tolist() == [-2, -1, 3]
 
 
+@pytest.mark.parametrize("value", [0.1, 1e8 + 0.1, 1e20 / 3])
+def test_equal_rewards_are_no_spread_to_divide_by(value):
+    """B60: a constant group; the rounding of its mean is not the size of a reward (1e20 / 3: 65536)."""
+    rewards = torch.full((7,), value, dtype=torch.float64)
+    rewards[2] = torch.nan
+    assert compute_advantages(rewards, "group_norm").tolist() == [0] * 7
+
+
 def test_single_sample_and_bad_input():
     assert compute_advantages(torch.tensor([2.0]), "reinforce").tolist() == [2]
     for estimator in ("rloo", "rloo_simple", "group_norm", "dr_grpo"):
