@@ -16,7 +16,7 @@ import importlib.util
 import inspect
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
 ARGUMENTS = ("prompts", "completions", "ground_truths")
 _IDS = "example_ids"
+LARGEST_VALUE = 1e30
+"""Size of a value: advantages are float32, which ends at 3e38."""
 
 
 class RewardFunctionError(ValueError):
@@ -75,6 +77,8 @@ class RewardFunction:
         except Exception as error:
             raise RewardFunctionError(self._blame(texts, error)) from error
         try:
+            if isinstance(values, str | Mapping | Set):  # their entries are not one number for each, in order
+                raise TypeError
             values = list(values)
         except TypeError:
             raise RewardFunctionError(
@@ -113,12 +117,12 @@ class RewardFunction:
     def _number(self, text: SampledText, value: Any) -> float:
         try:
             number = math.nan if isinstance(value, str) else float(value)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             number = math.nan
-        if not math.isfinite(number):
+        if not abs(number) <= LARGEST_VALUE:  # NaN is not, either
             raise RewardFunctionError(
-                f"example {text.example_id}: reward function {self.name} returned {value!r}, not a finite number, "
-                f"for the completion {text.completion[:200]!r}"
+                f"example {text.example_id}: reward function {self.name} returned {value!r}, not a finite number "
+                f"of at most {LARGEST_VALUE:g}, for the completion {text.completion[:200]!r}"
             )
         return number
 

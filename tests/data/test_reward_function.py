@@ -77,7 +77,14 @@ def test_case_b07_a_wrong_number_of_values_is_an_error(write, values, got):
         function(texts())
 
 
-@pytest.mark.parametrize("value", ["float('nan')", "float('inf')", "None", "'1.0'", "[1.0]"])
+@pytest.mark.parametrize("values", ["{0, 1, 2, 3, 4, 5}", "dict.fromkeys(range(6), 1.0)", "'000000'", "1.0", "None"])
+def test_values_that_are_no_list_are_an_error(write, values):
+    function = write(f"def score(prompts, completions, ground_truths):\n    return {values}\n")
+    with pytest.raises(RewardFunctionError, match=r"rewards.py:score must return a list of 6 numbers"):
+        function(texts())
+
+
+@pytest.mark.parametrize("value", ["float('nan')", "float('inf')", "None", "'1.0'", "[1.0]", "1e39", "10**400"])
 def test_a_value_that_is_no_finite_number_names_the_example(write, value):
     function = write(
         f"def score(prompts, completions, ground_truths):\n    return [0.0, 0.0, 0.0, {value}, 0.0, 0.0]\n"
