@@ -44,9 +44,15 @@ def _as_column(temperature: Tensor | float, logits: Tensor) -> Tensor:
 
 
 def _differentiable(
-    logits: Tensor, scale: Tensor, rows: Tensor, targets: Tensor, known: tuple[Tensor, Tensor], with_entropy: bool
+    logits: Tensor,
+    scale: Tensor,
+    rows: Tensor,
+    targets: Tensor,
+    known: tuple[Tensor, Tensor],
+    with_entropy: bool,
+    overwrite: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    chosen, entropy = _TokenLogprobs.apply(logits, scale, rows, targets, *known)
+    chosen, entropy = _TokenLogprobs.apply(logits, scale, rows, targets, *known, overwrite)
     return chosen, entropy[rows] if with_entropy else entropy[rows].detach()
 
 
@@ -57,11 +63,11 @@ def _normalizers(logits: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     buffer = block_buffer(logits)
     for block, scaled in _scaled_blocks(logits, scale):
         largest = scaled.amax(-1, keepdim=True)
-        masses = torch.exp(scaled.sub_(largest), out=buffer[: len(scaled)])
-        mass = masses.sum(-1)
-        log_mass[block] = largest[:, 0] + mass.log()
-        mean = scaled.mul_(masses).sum(-1) / mass
-        entropy[block] = mass.log() - mean
+        # The kernel of softmax takes half the time of exp, on CPUs.
+        probabilities = torch.softmax(scaled.sub_(largest), dim=-1, out=buffer[: len(scaled)])
+        log_of_mass = -probabilities.amax(-1).log()  # of the sum of exp(scaled)
+        log_mass[block] = largest[:, 0] + log_of_mass
+        entropy[block] = log_of_mass - scaled.mul_(probabilities).sum(-1)
     return log_mass, entropy
 
 
@@ -69,12 +75,19 @@ class _TokenLogprobs(torch.autograd.Function):
     """Log-probabilities and entropies without a float32 copy of all logits: block by block, forward and backward.
 
     Autograd's own would keep that copy, make a zero tensor of its size for the chosen entries and several more on the
-    way.
+    way. With `overwrite` the gradient of the logits takes their place; a second backward pass is then an error.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, scale: Tensor, rows: Tensor, targets: Tensor, log_mass: Tensor, entropy: Tensor
+        ctx: Any,
+        logits: Tensor,
+        scale: Tensor,
+        rows: Tensor,
+        targets: Tensor,
+        log_mass: Tensor,
+        entropy: Tensor,
+        overwrite: bool,
     ) -> tuple[Tensor, Tensor]:
         """logits (U, V), scale (U or 1, 1) temperatures, rows (rising) and targets (P,), `_normalizers` (U,) each.
 
@@ -83,28 +96,29 @@ class _TokenLogprobs(torch.autograd.Function):
         chosen = logits[rows, targets].float() / scale.expand(len(logits), 1)[rows, 0] - log_mass[rows]
         ctx.save_for_backward(logits, scale, log_mass, entropy, rows, targets)
         ctx.set_materialize_grads(False)
+        ctx.overwrite = overwrite
         return chosen, entropy.clone()
 
     @staticmethod
     def backward(ctx: Any, chosen: Tensor | None, entropy: Tensor | None) -> tuple[Tensor | None, ...]:
         """d chosen = onehot - p and d entropy = -p (log p + entropy), both divided by the temperature."""
         logits, scale, log_mass, entropies, rows, targets = ctx.saved_tensors
-        gradient = torch.empty_like(logits)
+        gradient = logits.detach() if ctx.overwrite else torch.empty_like(logits)
         pull = torch.zeros_like(log_mass)  # what each row's probabilities are multiplied with
         if chosen is not None:
             pull.index_add_(0, rows, -chosen)
         for block, scaled in _scaled_blocks(logits, scale):
-            logprobs = scaled.sub_(log_mass[block, None])
             weight = pull[block, None]
             if entropy is not None:
+                logprobs = scaled - log_mass[block, None]
                 weight = weight - (logprobs + entropies[block, None]) * entropy[block, None]
-            part = torch.exp(logprobs, out=scaled).mul_(weight)
+            part = softmax_inplace(scaled).mul_(weight)
             if chosen is not None:
                 first, last = torch.searchsorted(rows, torch.tensor([block.start, block.stop], device=rows.device))
                 own = slice(int(first), int(last))
                 part.index_put_((rows[own] - block.start, targets[own]), chosen[own], accumulate=True)
             gradient[block] = part.mul_(_inverse(scale, block))
-        return gradient, None, None, None, None, None
+        return gradient, None, None, None, None, None, None
 
 
 def rows_at_once(logits: Tensor) -> int:
@@ -118,6 +132,13 @@ def block_buffer(logits: Tensor) -> Tensor:
     A tensor for each block would be memory that the system hands out and clears anew every time.
     """
     return logits.new_empty(min(rows_at_once(logits), len(logits)), logits.shape[1], dtype=torch.float32)
+
+
+def softmax_inplace(rows: Tensor) -> Tensor:
+    """Softmax of rows (U, V) float32 that may be overwritten."""
+    if rows.device.type == "cpu":
+        return torch.softmax(rows, dim=-1, out=rows)  # this kernel reads an element before it writes it
+    return rows.sub_(rows.logsumexp(-1, keepdim=True)).exp_()
 
 
 def _scaled_blocks(logits: Tensor, scale: Tensor) -> Iterator[tuple[slice, Tensor]]:
@@ -173,8 +194,9 @@ def chunked_logprobs(
     """Log-probability and entropy of every target, one of `num_chunks` pieces of the distributions at a time.
 
     Args:
-        head: maps (rows, H) hidden states to (rows, V) logits; called exactly `num_chunks` times, and again for every
-            piece but the last in the backward pass, which recomputes a piece's logits instead of keeping them.
+        head: maps (rows, H) hidden states to (rows, V) logits, which the backward pass overwrites; called exactly
+            `num_chunks` times, and again for every piece but the last in the backward pass, which recomputes a piece's
+            logits instead of keeping them.
         hidden: (N, H) hidden states; P may be 0, which keeps the gradient path of the head.
         wanted: what is asked for.
         num_chunks: at least 1. Sharded heads gather weights in every call, so all ranks must use the same number.
@@ -192,7 +214,7 @@ def chunked_logprobs(
         logits, scale = head(rows), _as_column(temperature, rows)
         if not known:  # the recomputation in the backward pass finds what the first pass has left
             known.append(_normalizers(logits, scale))
-        return _differentiable(logits, scale, source, targets, known[0], with_entropy)
+        return _differentiable(logits, scale, source, targets, known[0], with_entropy, overwrite=True)
 
     device = hidden.device
     edges = _piece_edges(wanted.states.numel(), num_chunks)

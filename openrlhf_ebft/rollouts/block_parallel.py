@@ -1,7 +1,7 @@
 """Samples all completions of all anchors at once: the reference is prefilled once and shared, never copied.
 
 Samples that agree so far are computed once, as one node. Shape letters: b references, S their longest prefix,
-n samples, N branches of all references, U nodes of all references, R nodes of a reference, G steps, V key/value heads,
+n samples, N branches of all references, U nodes of all references, R nodes of a reference, V key/value heads,
 d head size, D hidden size.
 """
 
@@ -18,10 +18,11 @@ from openrlhf_ebft.core.branch_attention import BranchBias, ScoreRule, attend_br
 from openrlhf_ebft.core.experience import Completion, Reference, RolloutRequest, SamplingSettings
 from openrlhf_ebft.core.packed_copies import PackedCopies
 from openrlhf_ebft.core.seeding import completion_seed
-from openrlhf_ebft.core.split_attention import BranchPlaces, take_columns
+from openrlhf_ebft.core.split_attention import BranchPlaces
 from openrlhf_ebft.models.policy import LogitsHead
 from openrlhf_ebft.models.split_attention import LayerStates, ReferenceAttention, split_attention
 from openrlhf_ebft.rollouts.branch_nodes import BranchNodes
+from openrlhf_ebft.rollouts.node_cache import NodeCache
 from openrlhf_ebft.rollouts.sampling import draw_tokens, draw_uniforms
 
 # Bounds of what is sampled together; one request alone may exceed them.
@@ -36,14 +37,12 @@ class DecodingLayout:
     The first forward pass holds the references, each later one the newest token of every node.
     """
 
-    def __init__(self, places: BranchPlaces, max_steps: int) -> None:
+    def __init__(self, places: BranchPlaces) -> None:
         self._places = places
-        self._max_steps = max_steps
         self._step: int | None = None  # None: the references are being read
-        self._parents: Tensor | None = None  # (b, R) node of the last step that each node goes on from
         self._attend_reference = ReferenceAttention(places)
         self._reference: dict[int, tuple[Tensor, Tensor]] = {}  # by layer: (b, V, S, d)
-        self._own: dict[int, tuple[Tensor, Tensor]] = {}  # by layer: (b, R, V, G, d)
+        self._nodes = NodeCache()
         self._biases: dict[int | None, BranchBias] = {}  # of this step, by window
 
     @property
@@ -63,8 +62,7 @@ class DecodingLayout:
         """
         self._step = 0 if self._step is None else self._step + 1
         self._places = replace(self._places, anchors=anchors)
-        is_same = torch.equal(parents, torch.arange(parents.shape[1], device=parents.device).expand_as(parents))
-        self._parents = None if is_same and parents.shape == self._held_shape() else parents
+        self._nodes.next_step(parents)
         self._biases.clear()
         return self._places.query_positions(self._steps())[..., 0]
 
@@ -74,26 +72,8 @@ class DecodingLayout:
         if self._step is None:
             self._reference[layer] = (key, value)
             return self._attend_reference(states, rule)
-        own = self._held(layer, key, value)
-        for held, new in zip(own, (key, value), strict=True):
-            held[:, :, :, self._step] = new.transpose(1, 2)
-        own_key, own_value = (held[:, :, :, : self._step + 1].transpose(1, 2) for held in own)
         bias = self._bias(rule.window, query.dtype)
-        return attend_branches(query, self._reference[layer], (own_key, own_value), bias, rule)
-
-    def _held(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values of the layer's branches, brought to the nodes of this step."""
-        if layer not in self._own:
-            trees, kv_heads, nodes, size = key.shape
-            shape = trees, nodes, kv_heads, self._max_steps, size
-            self._own[layer] = key.new_empty(shape), value.new_empty(shape)
-        elif self._parents is not None:
-            held_key, held_value = self._own[layer]
-            self._own[layer] = take_columns(held_key, self._parents), take_columns(held_value, self._parents)
-        return self._own[layer]
-
-    def _held_shape(self) -> tuple[int, ...]:
-        return next(iter(self._own.values()))[0].shape[:2] if self._own else ()
+        return attend_branches(query, self._reference[layer], self._nodes.extend(layer, key, value), bias, rule)
 
     def _steps(self) -> Tensor:
         return torch.tensor([self._step], device=self._places.anchors.device)
@@ -162,7 +142,7 @@ class BlockParallelSampler:
         stop = torch.tensor(sampling.stop_token_ids, dtype=torch.int64)
         references = [_prefix(request.reference) for request in requests]
         places = BranchPlaces.collate(references, [request.num_samples for request in requests])
-        layout = DecodingLayout(_to_device(places, self._model.device), steps)
+        layout = DecodingLayout(_to_device(places, self._model.device))
         states = self._prefill(references, layout)
         nodes, node, running = BranchNodes.at_anchors(requests), rows.group, torch.arange(len(rows.seeds))
         tokens = torch.zeros(len(rows.seeds), steps, dtype=torch.int64)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from openrlhf_ebft.core.experience import SamplingSettings
-from openrlhf_ebft.core.logprobs import block_buffer, rows_at_once
+from openrlhf_ebft.core.logprobs import block_buffer, rows_at_once, softmax_inplace
 
 _BLOCK = 256  # tokens whose probabilities are summed before the sums are searched
 
@@ -28,7 +28,7 @@ def sampler_logits(logits: Tensor, sampling: SamplingSettings, space: Tensor | N
     logits = logits.to(torch.float32, copy=True) if space is None else space.copy_(logits)
     if sampling.temperature == 0:
         return logits
-    logits = logits.div_(sampling.temperature)
+    logits = logits.mul_(1 / sampling.temperature)
     if 0 < sampling.top_k < logits.shape[-1]:
         smallest_kept = logits.topk(sampling.top_k, dim=-1).values[:, -1:]
         logits = logits.masked_fill(logits < smallest_kept, -torch.inf)
@@ -94,7 +94,7 @@ def _draw_block(logits: Tensor, rows: Tensor, uniforms: Tensor, sampling: Sampli
     """`draw_tokens` of (D, vocabulary) float32 `sampler_logits`, which are overwritten."""
     # The place of the largest is searched only where it is needed: with it, the search is several times as slow.
     likeliest = logits.argmax(-1) if sampling.temperature == 0 else None
-    masses = logits.sub_(logits.amax(-1, keepdim=True)).exp_()  # probabilities without their common factor
+    masses = softmax_inplace(logits)
     # Sums of blocks find the block, one block's cumulative sum the token: a float64 copy of everything is slow.
     padding = -masses.shape[-1] % _BLOCK
     blocks = nn.functional.pad(masses, (0, padding)) if padding else masses

@@ -16,6 +16,7 @@ from openrlhf_ebft.rollouts import block_parallel
 from openrlhf_ebft.rollouts.anchor_prompts import anchor_prompts
 from openrlhf_ebft.rollouts.block_parallel import BlockParallelSampler
 from openrlhf_ebft.rollouts.branch_nodes import BranchNodes
+from openrlhf_ebft.rollouts.node_cache import NodeCache
 from openrlhf_ebft.rollouts.row_sampler import RowSampler
 from openrlhf_ebft.rollouts.sampling import draw_tokens, draw_uniforms, sampler_logits
 from tests.models.test_policy import FAMILIES, VOCAB, build
@@ -186,7 +187,23 @@ def test_references_are_not_copied_for_samples():
         block_parallel.DecodingLayout = original
     (layout,) = layouts
     assert {tuple(key.shape) for key, _ in layout._reference.values()} == {(1, 2, 28, 8)}
-    assert {tuple(key.shape) for key, _ in layout._own.values()} == {(1, 6, 2, 4, 8)}
+    assert {tuple(key.shape) for key, _ in layout._nodes._held.values()} == {(1, 2, 6 * 3, 8)}  # the 4th is not read
+
+
+def test_nodes_find_the_keys_of_the_nodes_that_they_go_on_from():
+    """Two references, two heads of size one whose keys are numbers, over three steps; a copy by loops beside it."""
+    cache, rows = NodeCache(), [[[], []], [[], []]]
+    for parents in ([[0, 0], [0, 0]], [[0, 0, 1], [1, 0, 0]], [[2, 1], [0, 2]]):
+        grid = torch.tensor(parents)
+        cache.next_step(grid)
+        new = torch.arange(2.0 * 2 * grid.shape[1]).view(2, 2, grid.shape[1], 1) + 100 * len(rows[0][0])
+        rows = [
+            [[*rows[b][p], new[b, :, r, 0].tolist()] for r, p in enumerate(of_tree)]
+            for b, of_tree in enumerate(parents)
+        ]
+        keys, values = cache.extend(0, new, -new)
+        wanted = torch.tensor(rows).permute(0, 3, 1, 2)[..., None]  # (b, R, K, V) -> (b, V, R, K, 1)
+        assert torch.equal(keys, wanted) and torch.equal(values, -wanted)
 
 
 def test_branches_share_a_node_as_long_as_they_agree():
