@@ -8,6 +8,7 @@ import torch
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from openrlhf_ebft.config.errors import UserError
+from openrlhf_ebft.core.positions import position_limit
 from openrlhf_ebft.data.tokenizers import load_tokenizer, stop_token_ids
 from openrlhf_ebft.models.loading import causal_lm_arguments, load_causal_lm
 from openrlhf_ebft.models.lora import adapter_base, is_adapter_folder, load_merged
@@ -29,7 +30,8 @@ def generate_text(model_path: str, prompt: str, settings: GenerationSettings, de
     """Returns the text that the model puts after `prompt`, without its stop token.
 
     Raises:
-        UserError: `chat` is set and the tokenizer has no chat template.
+        UserError: `chat` is set and the tokenizer has no chat template, or prompt and completion are longer than the
+            model reads.
         ValueError, FileNotFoundError: `model_path` holds adapters that do not fit their base model, or it is not there.
     """
     is_adapter = is_adapter_folder(model_path)
@@ -40,6 +42,12 @@ def generate_text(model_path: str, prompt: str, settings: GenerationSettings, de
     dtype = torch.bfloat16 if device.type != "cpu" else torch.float32
     load = load_merged if is_adapter else load_causal_lm
     model = load(model_path, dtype=dtype, trust_remote_code=settings.trust_remote_code).to(device).eval()
+    positions = position_limit(model.config.get_text_config())
+    if positions is not None and len(ids) + settings.max_new_tokens > positions:
+        raise UserError(
+            f"{model_path} has {positions} positions, but the prompt has {len(ids)} tokens and --max-new-tokens is "
+            f"{settings.max_new_tokens}: shorten one of them"
+        )
     stops = stop_token_ids(tokenizer, adapter_base(model_path) if is_adapter else model_path)
     # The model's own object, too: generate() fills every field that is not set from it.
     model.generation_config = _sampling(settings, tokenizer, stops)
@@ -47,7 +55,8 @@ def generate_text(model_path: str, prompt: str, settings: GenerationSettings, de
     inputs = torch.tensor([ids], device=device)
     with torch.inference_mode():
         output = model.generate(inputs, attention_mask=torch.ones_like(inputs))
-    return tokenizer.decode(output[0, len(ids) :], skip_special_tokens=True)
+    new = output[0, len(ids) :].tolist()
+    return tokenizer.decode(new[:-1] if new[-1] in stops else new, skip_special_tokens=True)
 
 
 def _encode(prompt: str, tokenizer: PreTrainedTokenizerBase, chat: bool, model_path: str) -> list[int]:

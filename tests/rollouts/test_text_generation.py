@@ -1,9 +1,11 @@
 """A prompt's completion as text: greedy decoding of exactly this model, whatever its folder's sampling settings."""
 
 import json
+import shutil
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from openrlhf_ebft.config.errors import UserError
 from openrlhf_ebft.rollouts.text_generation import GenerationSettings, generate_text
@@ -22,8 +24,6 @@ def folder(tmp_path_factory):
 
 def greedy(folder, prompt, count):
     """The same by hand: one full forward a token, the largest logit."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(folder)
     ids = tokenizer(prompt)["input_ids"]
@@ -41,8 +41,6 @@ def test_greedy_completion(folder):
 
 
 def test_case_b45_generation_config_of_the_folder_does_not_leak(folder, tmp_path):
-    import shutil
-
     copy = tmp_path / "copy"
     shutil.copytree(folder, copy)
     settings = {"do_sample": True, "top_k": 1, "top_p": 0.1, "temperature": 9.0, "repetition_penalty": 9.0}
@@ -51,6 +49,21 @@ def test_case_b45_generation_config_of_the_folder_does_not_leak(folder, tmp_path
     assert generate_text(str(copy), "hello", GenerationSettings(max_new_tokens=12), CPU) == expected
     sampling = GenerationSettings(max_new_tokens=12, temperature=5.0, seed=3)
     assert generate_text(str(copy), "hello", sampling, CPU) == generate_text(str(folder), "hello", sampling, CPU)
+
+
+def test_case_b17_prompts_beyond_the_positions_are_refused_with_all_numbers(folder):
+    with pytest.raises(UserError, match=r"512 positions, but the prompt has 509 tokens and --max-new-tokens is 4"):
+        generate_text(str(folder), "x" * 509, GenerationSettings(max_new_tokens=4), CPU)
+    assert generate_text(str(folder), "x" * 508, GenerationSettings(max_new_tokens=4), CPU)
+
+
+def test_a_stop_token_that_is_not_special_is_left_out(folder, tmp_path):
+    """Chat models often end a turn with one."""
+    copy = tmp_path / "copy"
+    shutil.copytree(folder, copy)
+    assert greedy(copy, "hello", 1), "the first token is text"
+    (copy / "generation_config.json").write_text(json.dumps({"eos_token_id": list(range(EOS_ID, 250))}))
+    assert generate_text(str(copy), "hello", GenerationSettings(max_new_tokens=4), CPU) == ""
 
 
 def test_sampling_repeats_with_its_seed(folder):
