@@ -33,6 +33,8 @@ class FeatureNetwork(nn.Module):
         layer_indices: tapped depths, counted as transformers' `output_hidden_states` does.
         num_taps, hidden_size: the output has num_taps * hidden_size features per token.
         is_causal: False for bidirectional encoders, which need rows; causal models take rollout trees.
+        ignores_padding: False for encoders that mix neighbouring tokens whatever the mask says (ConvBERT, FNet): their
+            rows must have one length.
     """
 
     def __init__(
@@ -53,6 +55,7 @@ class FeatureNetwork(nn.Module):
         self.hidden_size = int(backbone.config.get_text_config().hidden_size)
         self._tap = HiddenStateTap(backbone, self.layer_indices, num_layers=num_layers)
         self.is_causal = self._sees_only_the_past()
+        self.ignores_padding = self.is_causal or self._is_alike_padded()
 
     def train(self, mode: bool = True) -> FeatureNetwork:
         """Stays in eval mode: a frozen network has no training mode."""
@@ -87,10 +90,23 @@ class FeatureNetwork(nn.Module):
         rows = torch.full((2, 4), middle, device=self.backbone.device)
         rows[1, -1] = middle + 1
         first, second = self._tap(input_ids=rows, attention_mask=torch.ones_like(rows))[:, :-1].float()
-        change = (first - second).norm(dim=-1) / first.norm(dim=-1).clamp_min(1e-20)
-        return bool(
-            change.max() < 1e-2
-        )  # rounding in bfloat16 gives at most 1e-3, attention to the last token far more
+        return _are_alike(first, second)
+
+    @torch.no_grad()
+    def _is_alike_padded(self) -> bool:
+        """Whether masked tokens behind a row leave its features as they are."""
+        middle = self.config.get_text_config().vocab_size // 2
+        row = torch.full((1, 4), middle, device=self.backbone.device)
+        row[:, 2:] = middle + 1
+        mask = (row == middle).long()
+        padded = self._tap(input_ids=row, attention_mask=mask)[:, :2].float()
+        return _are_alike(padded, self._tap(input_ids=row[:, :2], attention_mask=mask[:, :2]).float())
+
+
+def _are_alike(first: Tensor, second: Tensor) -> bool:
+    """Whether features (..., D) are equal but for rounding."""
+    change = (first - second).norm(dim=-1) / first.norm(dim=-1).clamp_min(1e-20)
+    return bool(change.max() < 1e-2)  # rounding in bfloat16 gives at most 1e-3, another token seen far more
 
 
 def shortened_config(config: PreTrainedConfig, num_layers: int) -> PreTrainedConfig:

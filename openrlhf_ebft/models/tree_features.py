@@ -93,36 +93,44 @@ class TreeFeatures:
             features, mask = _window_states(features, grid.completion.flatten(0, 1), own)
             own = mask
         embeddings = pool_rows(features, mask, own, self.embed_method).view(anchors, rows, -1)
-        first = _first_equal(tokens.masked_fill(~grid.completion, -1), pooled.view_as(tokens))
+        # A bidirectional network sees what stands behind the last pooled token, too.
+        seen = pooled.view_as(tokens) if self.network.is_causal else grid.completion
+        first = _first_equal(tokens.masked_fill(~grid.completion, -1), seen)
         embeddings = embeddings.gather(1, first[..., None].expand_as(embeddings))
         return group_gram(embeddings[:, :-1], embeddings[:, -1]).cpu()
 
     def _row_states(self, tokens: Tensor, grid: GroupGrid) -> Tensor:
-        """Features of rows (A, n+1, L, D), each run alone with a padding mask."""
+        """Features of rows (A, n+1, L, D), each run alone with a padding mask; zeros or anything at padding."""
         flat, valid = tokens.flatten(0, 1), grid.valid.flatten(0, 1)
-        positions = torch.arange(flat.shape[1], device=flat.device).expand_as(flat)
-        parts = [
-            self.network(flat[rows], valid[rows].long(), positions[rows])
-            for rows in batches_by_tokens([flat.shape[1]] * len(flat), self.config.max_tokens_per_batch)
-        ]
-        return torch.cat(parts).view(*tokens.shape, -1)
+        lengths = valid.sum(-1)
+        wholes = [torch.arange(len(flat), device=flat.device)]
+        if not self.network.ignores_padding:
+            wholes = [torch.nonzero(lengths == length)[:, 0] for length in lengths.unique()]
+        states = torch.zeros(*flat.shape, self.network.num_taps * self.network.hidden_size, device=flat.device)
+        for whole in wholes:
+            width = int(lengths[whole].max())
+            for numbers in batches_by_tokens([width] * len(whole), self.config.max_tokens_per_batch):
+                rows = whole[numbers]
+                positions = torch.arange(width, device=flat.device).expand(len(rows), width)
+                states[rows, :width] = self.network(flat[rows, :width], valid[rows, :width].long(), positions).float()
+        return states.view(*tokens.shape, -1)
 
 
-def _first_equal(tokens: Tensor, pooled: Tensor) -> Tensor:
-    """The first row of its group that each row equals up to the last token that is pooled: (A, R) int64.
+def _first_equal(tokens: Tensor, seen: Tensor) -> Tensor:
+    """The first row of its group that each row equals up to the last token that its embedding depends on: (A, R) int64.
 
     Kernels add up in another order wherever a row lies, and whitening blows such rounding up to full size: without one
     embedding for all of them, equal completions would get different rewards, and count as diverse.
 
     Args:
         tokens: (A, R, L) int64, -1 at context and padding.
-        pooled: (A, R, L) bool.
+        seen: (A, R, L) bool, tokens that an embedding depends on; so it does on all before them.
     """
-    upto_last = pooled.flip(-1).cumsum(-1).flip(-1) > 0
+    upto_last = seen.flip(-1).cumsum(-1).flip(-1) > 0
     numbers = []
     for group in tokens.masked_fill(~upto_last, -1).tolist():
-        seen: dict[tuple[int, ...], int] = {}
-        numbers.append([seen.setdefault(tuple(row), number) for number, row in enumerate(group)])
+        known: dict[tuple[int, ...], int] = {}
+        numbers.append([known.setdefault(tuple(row), number) for number, row in enumerate(group)])
     return torch.tensor(numbers, device=tokens.device)
 
 

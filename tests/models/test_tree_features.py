@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModel, AutoModelForCausalLM, BertConfig, ConvBertConfig, FNetConfig
 
 from openrlhf_ebft.config.sections import FeatureConfig
 from openrlhf_ebft.core.rewards import compute_rewards
@@ -80,6 +80,27 @@ def test_grams_equal_every_completion_alone(tmp_path, family, mode, method):
         for tree, gram in zip(trees(), grams, strict=True):
             for anchor in range(tree.num_anchors):
                 expected = plain_gram(model, (1, 2), tree, anchor, method)
+                torch.testing.assert_close(gram[anchor], expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("config", [BertConfig, ConvBertConfig, FNetConfig])
+def test_a_bidirectional_network_reads_every_completion_as_if_alone(tmp_path, config):
+    """B01, B62: neither padding nor other completions count, also where a network ignores its padding mask."""
+    torch.manual_seed(0)
+    shape = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
+    model = AutoModel.from_config(config(vocab_size=64, initializer_range=0.2, **shape)).eval()
+    model.save_pretrained(tmp_path)
+    network = load_feature_network(str(tmp_path), (0.5, 1.0), torch.float32, attention="eager")
+    assert not network.is_causal
+    features = TreeFeatures(network, FeatureConfig(embed_method="completion_mean"), special_ids={EOS_ID}, mode="sdpa")
+    stopped = make_tree(make_reference(9, [4], seed=1), [[3, 4, 3]], seed=2)
+    text = torch.tensor([7, 8, 9])
+    stopped = replace(stopped, branch_tokens=torch.cat([text, text, torch.tensor([EOS_ID]), text]))
+    chosen = [*trees(), stopped]
+    with torch.no_grad():
+        for tree, gram in zip(chosen, features.group_grams(chosen), strict=True):
+            for anchor in range(tree.num_anchors):
+                expected = plain_gram(model, (1, 2), tree, anchor, "completion_mean")
                 torch.testing.assert_close(gram[anchor], expected, atol=1e-4, rtol=1e-4)
 
 
