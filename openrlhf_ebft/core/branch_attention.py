@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from openrlhf_ebft.core.branch_blocks import Block, Sizes
+from openrlhf_ebft.core.branch_blocks import PADDING, Block, Sizes
 
 # Scores that exist at one time: on a CPU what its cache holds, elsewhere what a small part of the memory holds.
 _CPU_SCORES = 2**18
@@ -38,7 +38,7 @@ class ScoreRule:
 class BranchBias:
     """What is added to the scores of branch tokens: 0 where a key may be seen, -inf elsewhere."""
 
-    reference: Tensor  # (b or 1, R, L or 1, S)
+    reference: Tensor  # (b or 1, R, L or 1, S and the padding that blocks of keys may need)
     own: Tensor  # (b or 1, R or 1, L, K)
     reach: list[list[int]]  # (b or 1, R): no token of the branch sees a reference key from this one on
     open: list[list[int]]  # (b or 1, R): every token of the branch sees all reference keys before this one
@@ -53,7 +53,8 @@ class BranchBias:
             order = torch.arange(1, size + 1)
             reach = (reference.any(2) * order).amax(-1).clamp(min=1).tolist()
             open_keys = reference.all(2).cumprod(-1).sum(-1).tolist()
-        return cls(_additive(reference, dtype), _additive(own, dtype), reach, open_keys)
+        padded = nn.functional.pad(reference, (0, PADDING), value=False)
+        return cls(_additive(padded, dtype), _additive(own, dtype), reach, open_keys)
 
     def blocks(self, sizes: Sizes) -> list[Block]:
         """What a call of these sizes is cut into."""
@@ -157,7 +158,7 @@ class _BranchAttention(torch.autograd.Function):
         if sizes.own:
             scores.through_own_cap(own_pulls, own_key)
             for_rows += sizes.own_mixtures(own_pulls, own_key)
-        shared = (part[..., sizes.own :].mT.to(key.dtype).view(key.shape) for part in (for_key, for_value))
+        shared = (sizes.of_reference(part.mT).to(key.dtype) for part in (for_key, for_value))
         on_own = sizes.on_own(own_pulls, rows), sizes.on_own(own_weights, pulls)
         return sizes.token_by_token(for_rows, ctx.rule.scaling), *shared, *on_own, None, None
 

@@ -1,6 +1,6 @@
 """How the attention of branches is cut into blocks, and how its operands are laid out for batched matrix products.
 
-Shape letters as in `branch_attention`, and W = K + S keys of a row: first the own ones, then those of the reference.
+Shape letters as in `branch_attention`, and W keys of a row: K own ones, S of the reference, and padding.
 """
 
 from __future__ import annotations
@@ -11,7 +11,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-_ALIGNED = 32  # keys of a block are a multiple of this: products of odd sizes take twice as long
+_ALIGNED = 32  # keys of a block are a multiple of this: the softmax of odd sizes takes up to twice as long
+PADDING = _ALIGNED - 1
+"""The most keys behind those of the reference that a block may have, which nobody sees."""
 
 
 @dataclass(frozen=True)
@@ -20,7 +22,7 @@ class Block:
 
     trees: slice
     branches: slice
-    reach: int  # reference keys that some branch of the block sees; the others are left out
+    reach: int  # reference keys that enter: those that some branch of the block sees, rounded up
     open: int  # reference keys that all of the block see, from the first one on
     place: tuple[slice, slice]  # its queries in (b * V, M, x)
     keys: int  # K + reach
@@ -68,7 +70,7 @@ class Sizes:
                 branches = slice(branch, min(branch + num_branches, self.branches))
                 of_trees = trees if len(reach) > 1 else slice(None)
                 seen = max(max(of_tree[branches]) for of_tree in reach[of_trees]) + self.own
-                keys = min(-(-seen // _ALIGNED) * _ALIGNED, self.reference + self.own)
+                keys = _aligned(seen)
                 yield Block(
                     trees,
                     branches,
@@ -110,8 +112,13 @@ class Sizes:
         return torch.bmm(self.by_branch(weights).mT, self.by_branch(rows)).view(shape)
 
     def behind_own(self, states: Tensor) -> Tensor:
-        """(b, V, S, d) -> (b * V, W, d), zeros at the own keys: a product with scores of all keys leaves them out."""
-        return nn.functional.pad(states, (0, 0, self.own, 0)).flatten(0, 1)
+        """(b, V, S, d) -> (b * V, W, d), zeros elsewhere: a product with scores of all keys leaves own ones out."""
+        width = self.own + self.reference
+        return nn.functional.pad(states, (0, 0, self.own, _aligned(width) - width)).flatten(0, 1)
+
+    def of_reference(self, states: Tensor) -> Tensor:
+        """The inverse of `behind_own`."""
+        return states[:, self.own : self.own + self.reference].unflatten(0, (self.trees, self.kv_heads))
 
     def products(self, block: Block, rows: Tensor, keys: Tensor, space: Tensor) -> Tensor:
         """Rows (b * V, M, d) of the block times its keys (b * V, W, d): `block.shape`, written into `space`."""
@@ -125,6 +132,10 @@ class Sizes:
     def add_on_keys(self, total: Tensor, block: Block, rows: Tensor, weights: Tensor) -> None:
         """Adds rows (b * V, M, d), transposed, times weights (`block.shape`) to its part of `total` (b * V, d, W)."""
         total[block.place[0], :, : block.keys] += torch.bmm(_part(rows, block).mT, weights)
+
+
+def _aligned(keys: int) -> int:
+    return -(-keys // _ALIGNED) * _ALIGNED
 
 
 def _times(part: slice, factor: int) -> slice:
