@@ -26,7 +26,7 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
-from openrlhf_ebft.core.cpu_linear import pack_linears
+from openrlhf_ebft.core.cpu_frozen import pack_frozen_model
 from openrlhf_ebft.rad import CachedRewardModelValue, RewardModelValue, ValueGuidedProcessor
 
 PROMPT = "The weather had been fine all week and the people of the small town were looking forward to the weekend. On"
@@ -111,7 +111,7 @@ def run_path(args: argparse.Namespace) -> list[dict]:
     """All cells of one path and reward model, smallest first; peak memory is that of the process so far."""
     lm, reward, tokenizer = build_models(args.model, args.reward, getattr(torch, args.dtype))
     if args.path in ("cached", "best_only"):
-        pack_linears(reward)  # as RAD.steer() does
+        pack_frozen_model(reward)  # as RAD.steer() does
     ids = tokenizer(PROMPT, return_tensors="pt").input_ids
     rows = []
     clock = CLOCKS[args.clock]

@@ -14,7 +14,7 @@ import tempfile
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
-from openrlhf_ebft.core.cpu_linear import pack_linears
+from openrlhf_ebft.core.cpu_frozen import pack_frozen_model
 from openrlhf_ebft.rad import CachedRewardModelValue, ValueGuidedProcessor
 
 BETA, TOP_K, NEW_TOKENS = 10.0, 20, 64
@@ -85,8 +85,8 @@ def main() -> None:
         tokenizer.save_pretrained(folder)
         extra = {"rad_beta": BETA, "rad_top_k": TOP_K}
         steered = in_vllm(args.model, folder, [tokenizer(prompt).input_ids for prompt in PROMPTS], extra)
-    pack_linears(reward)
-    pack_linears(lm)
+    pack_frozen_model(reward)
+    pack_frozen_model(lm)
     expected = in_generate(lm, reward, tokenizer)
     equal = sum(mine == theirs for mine, theirs in zip(steered, expected, strict=True))
     print(f"equal: {equal} of {len(PROMPTS)} prompts x {NEW_TOKENS} tokens")

@@ -25,7 +25,8 @@ from pathlib import Path
 import torch
 from rad import BETA, CLOCKS, PROMPT, TOP_K, build_models, make_processor, stateless_by_steps, time_generate
 
-from openrlhf_ebft.core.cpu_linear import PackedLinear, pack_linears
+from openrlhf_ebft.core.cpu_frozen import pack_frozen_model
+from openrlhf_ebft.core.cpu_linear import PackedLinear
 
 PATHS = ("vllm", "vllm-rad", "vllm-rad-sampled", "generate-cached", "generate-stateless")
 CONCURRENCY = (1, 8, 32)
@@ -84,7 +85,7 @@ def run_engine(args: argparse.Namespace) -> list[dict]:
     with tempfile.TemporaryDirectory() as folder, torch.compiler.set_stance("force_eager"):
         reward.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
-        pack_linears(reward)  # as the engine does
+        pack_frozen_model(reward)  # as the engine does
         engine = start_engine(args, Path(folder))
 
         def generate(count: int, new: int) -> float:
@@ -137,7 +138,7 @@ def run_generate(args: argparse.Namespace) -> list[dict]:
     lm, reward, tokenizer = build_models(args.model, "same", getattr(torch, args.dtype))
     kind = args.path.removeprefix("generate-")
     if kind == "cached":
-        pack_linears(reward)  # as RAD.steer() does
+        pack_frozen_model(reward)  # as RAD.steer() does
     clock = CLOCKS[args.clock]
     rows = []
     for count in args.concurrency:

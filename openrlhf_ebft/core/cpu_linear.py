@@ -132,11 +132,23 @@ class PackedLinear(nn.Module):
 
         Raises RuntimeError for another precision than the weight's, and where a gradient is asked for.
         """
+        return self.activated(input, "none")
+
+    def activated(self, input: Tensor, function: str) -> Tensor:
+        """`forward` and a function that oneDNN knows, such as "swish", without a pass over the result."""
+        self._check(input)
+        return torch.ops.mkldnn._linear_pointwise(input, self._packed, self._bias, function, [], "")
+
+    def times(self, input: Tensor, factor: Tensor) -> Tensor:
+        """`forward` times a factor (..., out) of the same precision."""
+        self._check(input)
+        return torch.ops.mkldnn._linear_pointwise.binary(input, factor, self._packed, self._bias, "mul")
+
+    def _check(self, input: Tensor) -> None:
         if input.dtype != self.dtype or input.device.type != "cpu":
             raise RuntimeError(f"a layer packed in {self.dtype} for the CPU got {input.dtype} on {input.device}")
         if torch.is_grad_enabled() and input.requires_grad:
             raise RuntimeError("a packed layer has no gradients: load the model again without packing to train it")
-        return torch.ops.mkldnn._linear_pointwise(input, self._packed, self._bias, "none", [], "")
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, dtype={self.dtype}"

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from openrlhf_ebft.core.cpu_linear import pack_linears
+from openrlhf_ebft.core.cpu_frozen import pack_frozen_model
 from openrlhf_ebft.models.hidden_states import HiddenStateTap, find_blocks, num_blocks
 from openrlhf_ebft.models.loading import causal_lm_arguments
 from openrlhf_ebft.models.partial_checkpoint import needed_tensors, read_tensors, tensor_files
@@ -141,7 +141,7 @@ def _load_shortened(
     missing = sorted(key for key in info["missing_keys"] if "pooler" not in key and not key.startswith("lm_head"))
     if missing:
         raise ValueError(f"checkpoint {path!r} lacks {len(missing)} tensors of {type(model).__name__}: {missing[:5]}")
-    pack_linears(model)
+    pack_frozen_model(model)
     return model
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer
 
-from openrlhf_ebft.core.cpu_linear import pack_linears
+from openrlhf_ebft.core.cpu_frozen import pack_frozen_model
 from openrlhf_ebft.rad.args import RADArgs
 from openrlhf_ebft.rad.loading import has_tokenizer, load_sequence_classifier
 from openrlhf_ebft.rad.logprobs import continuation_logprobs
@@ -94,7 +94,7 @@ class RAD:
             device=next(model.parameters()).device,
             hf_model_kwargs=self.args.reward_model_kwargs,
         )
-        pack_linears(reward_model)
+        pack_frozen_model(reward_model)
         value, self.scoring_path = resolve_value(
             reward_model,
             rm_tokenizer,

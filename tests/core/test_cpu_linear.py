@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from openrlhf_ebft.core.cpu_frozen import pack_frozen_model
 from openrlhf_ebft.core.cpu_linear import (
     OneDNNLinear,
     PackedLinear,
@@ -103,3 +104,38 @@ def test_a_packed_layer_says_what_it_cannot_do():
         layer(torch.zeros(2, 64, requires_grad=True))
     with pytest.raises(RuntimeError, match="cannot be saved"):
         layer.state_dict()
+
+
+class Gated(nn.Module):
+    """The layer that transformers has in Llama and its like; `scale` makes one of another formula."""
+
+    def __init__(self, scale: float = 1.0) -> None:
+        super().__init__()
+        self.gate_proj, self.up_proj = nn.Linear(64, 96), nn.Linear(64, 96, bias=False)
+        self.down_proj, self.act_fn, self.scale = nn.Linear(96, 64), nn.SiLU(), scale
+
+    def forward(self, rows):
+        return self.down_proj(self.act_fn(self.gate_proj(rows) * self.scale) * self.up_proj(rows))
+
+
+def test_gated_layers_of_frozen_bfloat16_models_are_fused():
+    """As near to float64 as the plain layer."""
+    torch.manual_seed(0)
+    exact = nn.Sequential(Gated(), Gated()).to(torch.bfloat16).double()
+    plain = copy.deepcopy(exact).to(torch.bfloat16).requires_grad_(False)
+    fused = copy.deepcopy(plain)
+    pack_frozen_model(fused)
+    assert [type(part).__name__ for part in fused] == ["_GatedLayer"] * 2
+    rows = torch.randn(2, 30, 64, dtype=torch.float64).to(torch.bfloat16)
+    errors = [(model(rows).double() - exact(rows.double())).abs().mean() for model in (fused, plain)]
+    assert errors[0] <= errors[1] * 1.05 < 0.01
+
+
+def test_layers_of_other_formulas_and_precisions_are_not_fused():
+    others = [Gated(scale=0.5).to(torch.bfloat16), Gated()]
+    others.append(Gated().to(torch.bfloat16))
+    others[-1].act_fn = nn.GELU()
+    for layer in others:
+        model = nn.Sequential(layer.requires_grad_(False))
+        pack_frozen_model(model)
+        assert isinstance(model[0], Gated) and isinstance(model[0].gate_proj, PackedLinear)

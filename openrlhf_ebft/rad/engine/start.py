@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from openrlhf_ebft.core.cpu_linear import pack_linears
+from openrlhf_ebft.core.cpu_frozen import pack_frozen_model
 from openrlhf_ebft.rad.engine.blocks import BLOCK
 from openrlhf_ebft.rad.engine.config import RADEngineConfig, RewardModelConfig
 from openrlhf_ebft.rad.engine.core import RADEngine
@@ -61,7 +61,7 @@ def _load(
     if model.trust_remote_code:
         arguments["trust_remote_code"] = True
     reward_model, tokenizer = load_sequence_classifier(model.path, device, arguments)
-    pack_linears(reward_model)
+    pack_frozen_model(reward_model)
     try:
         if not same_vocabulary(lm_tokenizer, tokenizer):
             raise ValueError(
