@@ -42,7 +42,9 @@ class BranchBias:
     own: Tensor  # (b or 1, R or 1, L, K)
     reach: list[list[int]]  # (b or 1, R): no token of the branch sees a reference key from this one on
     open: list[list[int]]  # (b or 1, R): every token of the branch sees all reference keys before this one
-    _blocks: dict[Sizes, list[Block]] = field(default_factory=dict)  # the layers of a pass have the same
+    # The layers of a pass have the same blocks.
+    _blocks: dict[Sizes, list[Block]] = field(default_factory=dict)
+    _parts: dict[Block, Tensor] = field(default_factory=dict)
 
     @classmethod
     def of(cls, reference: Tensor, own: Tensor, dtype: torch.dtype) -> BranchBias:
@@ -62,6 +64,14 @@ class BranchBias:
             limit = _CPU_SCORES if self.own.device.type == "cpu" else _DEVICE_SCORES
             self._blocks[sizes] = list(sizes.cut(self.reach, self.open, limit))
         return self._blocks[sizes]
+
+    def on_reference(self, block: Block) -> Tensor:
+        """The block's part that is not 0 everywhere: (t or 1, 1, n, 1, L or 1, reach - open)."""
+        if block not in self._parts:
+            trees = block.trees if len(self.reference) > 1 else slice(None)
+            part = self.reference[trees, block.branches, :, block.open : block.reach]
+            self._parts[block] = part[:, None, :, None]
+        return self._parts[block]
 
 
 def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
@@ -187,7 +197,8 @@ class _Scores:
         sizes = self._sizes
         scores = sizes.products(block, self.rows, self.keys, space)
         self._cap(scores)
-        self._add_bias(block, scores[..., sizes.own + block.open :])
+        hidden = scores.view(block.grid)[..., sizes.own + block.open :]
+        hidden += self._bias.on_reference(block)
         scores[..., : sizes.own] = self.on_own[block.place]
         return torch.softmax(scores, dim=-1, out=scores if scores.device.type == "cpu" else None)
 
@@ -208,11 +219,3 @@ class _Scores:
     def _multiply_slope(self, on_scores: Tensor, products: Tensor) -> None:
         assert self._rule.softcap is not None
         on_scores *= 1 - torch.tanh(products / self._rule.softcap).square()
-
-    def _add_bias(self, block: Block, scores: Tensor) -> None:
-        """Adds the bias of the block's reference keys from `open` on to (t * V, n * g * L, reach - open)."""
-        bias = self._bias.reference
-        own = bias[block.trees if len(bias) > 1 else slice(None), block.branches, :, block.open : block.reach]
-        branches = block.branches.stop - block.branches.start
-        view = scores.unflatten(1, (branches, -1, self._sizes.steps)).unflatten(0, (-1, self._sizes.kv_heads))
-        view += own[:, None, :, None]

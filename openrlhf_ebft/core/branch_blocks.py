@@ -5,8 +5,10 @@ Shape letters as in `branch_attention`, and W keys of a row: K own ones, S of th
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +18,7 @@ PADDING = _ALIGNED - 1
 """The most keys behind those of the reference that a block may have, which nobody sees."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Block:
     """Branches whose scores exist at one time: some of one tree, or those of several whole trees."""
 
@@ -25,19 +27,23 @@ class Block:
     reach: int  # reference keys that enter: those that some branch of the block sees, rounded up
     open: int  # reference keys that all of the block see, from the first one on
     place: tuple[slice, slice]  # its queries in (b * V, M, x)
-    keys: int  # K + reach
+    grid: tuple[int, int, int, int, int, int]  # of its scores: (t, V, n, g, L, K + reach)
 
     @property
+    def keys(self) -> int:
+        """K + reach."""
+        return self.grid[5]
+
+    @cached_property
     def shape(self) -> tuple[int, int, int]:
-        """Of its scores."""
-        batch, rows = self.place
-        return batch.stop - batch.start, rows.stop - rows.start, self.keys
+        """`grid` as batches of matrices: (t * V, n * g * L, K + reach)."""
+        trees, kv_heads, branches, shared, steps, keys = self.grid
+        return trees * kv_heads, branches * shared * steps, keys
 
-    @property
+    @cached_property
     def num_scores(self) -> int:
-        """Product of `shape`."""
-        batch, rows, keys = self.shape
-        return batch * rows * keys
+        """Product of `grid`."""
+        return math.prod(self.grid)
 
 
 @dataclass(frozen=True)
@@ -77,7 +83,7 @@ class Sizes:
                     keys - self.own,
                     min(min(of_tree[branches]) for of_tree in open_keys[of_trees]),
                     (_times(trees, self.kv_heads), _times(branches, self.shared * self.steps)),
-                    keys,
+                    (_length(trees), self.kv_heads, _length(branches), self.shared, self.steps, keys),
                 )
 
     def rows(self, states: Tensor) -> Tensor:
@@ -136,6 +142,10 @@ class Sizes:
 
 def _aligned(keys: int) -> int:
     return -(-keys // _ALIGNED) * _ALIGNED
+
+
+def _length(part: slice) -> int:
+    return part.stop - part.start
 
 
 def _times(part: slice, factor: int) -> slice:
