@@ -12,6 +12,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from openrlhf_ebft.core.attention import AttentionMode
 from openrlhf_ebft.core.logprobs import Predictions, chunked_logprobs
 from openrlhf_ebft.core.tree_batch import TreeBatch
+from openrlhf_ebft.models.head_probe import check_head
 from openrlhf_ebft.models.lora import LoRAAdapters, keep_adapters
 from openrlhf_ebft.models.split_attention import IMPLEMENTATION, require_split_attention
 from openrlhf_ebft.models.tree_forward import Masks, attention_spec, forward_tree, mask_arguments, set_flex_attention
@@ -109,10 +110,10 @@ class LogitsHead:
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
-        """Raises ValueError for a model with weights between its backbone and its output embeddings."""
+        """Raises ValueError for a model whose logits are more than that, as far as can be found (`check_head`)."""
         _require_plain_head(model)
         self._model = model
-        config = model.config
+        config = model.config.get_text_config()
         cap = "logits_soft_cap" if config.model_type == "recurrent_gemma" else "final_logit_softcapping"
         self.softcap = _constant(config, cap)
         self.scale = _constant(config, "lm_head_multiplier") or _constant(config, "output_multiplier") or 1.0
@@ -120,6 +121,7 @@ class LogitsHead:
             self.scale *= _constant(config, "logit_scale") or 1.0
         scaling = _constant(config, "logits_scaling") or 1.0
         self.scale *= scaling if config.model_type.startswith("hyperclovax") else 1 / scaling
+        check_head(model, self)
 
     def has_frozen_shards(self) -> bool:
         """Whether weights are frozen and gathered by ZeRO-3 for each call."""

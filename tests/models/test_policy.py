@@ -145,11 +145,12 @@ def test_samples_that_agree_so_far_are_computed_once():
     assert tree.first_alike[6:].tolist() == [6, 7, 8, 6, 7, 11, 12, 13, 14, 6, 7, 8]
     with torch.no_grad():
         branches, supervised = logprobs_alone(model, tree, 0.6)
+    policy = PolicyModel(model, "split", temperature=0.6, chunk_tokens=64)
     read, predicted = [], []
     model.base_model.register_forward_hook(lambda _, __, out: read.append(out.last_hidden_state.shape[1]))
     model.lm_head.register_forward_hook(lambda _, inputs, __: predicted.append(len(inputs[0])))
     with torch.no_grad():
-        result = PolicyModel(model, "split", temperature=0.6, chunk_tokens=64)(TreeBatch.collate([tree]))
+        result = policy(TreeBatch.collate([tree]))
     assert read == [6 + 2 + 2]
     assert predicted == [2 + 1 + 2 + 2]  # for the answer at temperature 1, at the anchor, in the branches
     torch.testing.assert_close(result.branch, branches, atol=1e-4, rtol=0)
@@ -188,6 +189,30 @@ def test_logits_are_scaled_as_the_family_does(kind, settings):
         torch.testing.assert_close(LogitsHead(model)(model.base_model(input_ids=ids)[0]), model(ids).logits)
 
 
+@pytest.mark.skipif("gemma4" not in CONFIG_MAPPING_NAMES, reason="this version of transformers has no gemma4")
+def test_a_cap_in_the_text_part_of_the_config_counts():
+    text = {"vocab_size": VOCAB, **SMALL, "num_key_value_heads": 2, "final_logit_softcapping": 3.0, "pad_token_id": 0}
+    text |= {"bos_token_id": 1, "eos_token_id": 2}
+    torch.manual_seed(0)
+    config = AutoConfig.for_model("gemma4", text_config=text, vision_config=None, audio_config=None)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    ids = torch.randint(3, VOCAB, (1, 9))
+    with torch.no_grad():
+        torch.testing.assert_close(LogitsHead(model)(model.base_model(input_ids=ids)[0]), model(ids).logits)
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings"), [("xlstm", {"output_logit_soft_cap": 2.0}), ("inkling_text", {"num_hidden_layers": 1})]
+)
+def test_logits_that_are_made_in_another_way_are_refused_by_name(kind, settings):
+    """B04: the log-probabilities of another distribution than the engine's would train silently."""
+    model = random_model(kind, settings)
+    forward = model.base_model.forward
+    with pytest.raises(ValueError, match=f"{type(model).__name__} makes its logits in a way that is not known here"):
+        LogitsHead(model)
+    assert model.base_model.forward == forward
+
+
 def test_weights_between_blocks_and_logits_are_refused():
     with pytest.raises(ValueError, match=r"ModernBertDecoderForCausalLM has weights between .* lm_head\.dense\.weight"):
         LogitsHead(random_model("modernbert-decoder", {"cls_token_id": 1, "sep_token_id": 2}))
@@ -198,5 +223,5 @@ def random_model(kind, settings):
         pytest.skip(f"this version of transformers has no {kind}")
     torch.manual_seed(0)
     ids = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-    config = AutoConfig.for_model(kind, vocab_size=VOCAB, **SMALL, num_key_value_heads=2, **ids, **settings)
+    config = AutoConfig.for_model(kind, vocab_size=VOCAB, **{**SMALL, "num_key_value_heads": 2, **ids, **settings})
     return AutoModelForCausalLM.from_config(config).eval()
