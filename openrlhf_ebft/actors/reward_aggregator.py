@@ -70,9 +70,11 @@ class RewardAggregatorActor:
 def _load_function(config: EBFTConfig) -> TreeRewards:
     # Only here: without a reward function this process needs no library of models or tokenizers.
     from openrlhf_ebft.data.reward_function import RewardFunction, TreeRewards
-    from openrlhf_ebft.data.tokenizers import load_run_tokenizer
+    from openrlhf_ebft.data.tokenizers import load_run_tokenizer, stop_token_ids
 
-    return TreeRewards(RewardFunction(config.reward.function), load_run_tokenizer(config))
+    tokenizer = load_run_tokenizer(config)
+    stops = stop_token_ids(tokenizer, config.model.path)
+    return TreeRewards(RewardFunction(config.reward.function), tokenizer, stops)
 
 
 class RewardAggregatorHandle:

@@ -6,8 +6,8 @@ It is called with keyword arguments, once for all completions of a step, and ret
 
 Any other parameter without a default is a column of the data: `answer` gets the value in column `answer` of each
 completion's row. A function with a parameter `example_ids`, or with `**others`, also gets the ids of the examples.
-Texts are decoded without special tokens. The file is run as it stands: only a path in the configuration makes that
-happen.
+Texts are decoded without special tokens, completions without the stop token at their end. The file is run as it
+stands: only a path in the configuration makes that happen.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import importlib.util
 import inspect
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,6 +27,7 @@ from torch import Tensor
 from openrlhf_ebft.config.errors import UserError
 from openrlhf_ebft.core.experience import Reference
 from openrlhf_ebft.core.rollout_tree import RolloutTree
+from openrlhf_ebft.data.tokenizers import plain_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -130,9 +131,13 @@ class RewardFunction:
 class TreeRewards:
     """The user's function over rollout trees."""
 
-    def __init__(self, function: RewardFunction, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(
+        self, function: RewardFunction, tokenizer: PreTrainedTokenizerBase, stops: Collection[int] = ()
+    ) -> None:
+        """`stops`: ids that end a completion, which are no part of its text."""
         self._function = function
         self._tokenizer = tokenizer
+        self._stops = stops
 
     def values(self, trees: Sequence[RolloutTree]) -> dict[tuple[str, int], Tensor]:
         """(n,) float64 values of the completions of every group (example id, anchor number).
@@ -154,14 +159,14 @@ class TreeRewards:
         windows = zip(reference.anchors.tolist(), reference.window_lengths.tolist(), strict=True)
         texts = []
         for (start, length), group in zip(windows, tree.completions(), strict=True):
-            prompt = self._decode(_context(reference, start))
+            prompt = plain_text(_context(reference, start).tolist(), self._tokenizer, ())
             ground_truth = self._decode(reference.token_ids[start : start + length])
             columns = reference.columns_at(start)
             texts += [SampledText(tree.example_id, prompt, self._decode(ids), ground_truth, columns) for ids in group]
         return texts
 
     def _decode(self, token_ids: Tensor) -> str:
-        return self._tokenizer.decode(token_ids.tolist(), skip_special_tokens=True)
+        return plain_text(token_ids.tolist(), self._tokenizer, self._stops)
 
 
 def _context(reference: Reference, anchor: int) -> Tensor:

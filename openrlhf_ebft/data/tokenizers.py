@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import struct
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import jinja2
@@ -98,3 +99,12 @@ def unpooled_token_ids(tokenizer: PreTrainedTokenizerBase, model_path: str) -> t
     A chat model's end of turn is often no special token of its tokenizer; pooled, it would make every end alike.
     """
     return tuple(sorted({*tokenizer.all_special_ids, *stop_token_ids(tokenizer, model_path)}))
+
+
+def plain_text(token_ids: Sequence[int], tokenizer: PreTrainedTokenizerBase, stops: Collection[int]) -> str:
+    """The text of token ids without special tokens, and without the stop token at their end.
+
+    `stops` are the `stop_token_ids`: a chat model's end of turn is often no special token of its tokenizer.
+    """
+    content = token_ids[:-1] if token_ids and token_ids[-1] in stops else token_ids
+    return str(tokenizer.decode(list(content), skip_special_tokens=True, clean_up_tokenization_spaces=False))

@@ -9,7 +9,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from openrlhf_ebft.config.errors import UserError
 from openrlhf_ebft.core.positions import position_limit
-from openrlhf_ebft.data.tokenizers import load_tokenizer, stop_token_ids
+from openrlhf_ebft.data.tokenizers import load_tokenizer, plain_text, stop_token_ids
 from openrlhf_ebft.models.loading import causal_lm_arguments, load_causal_lm
 from openrlhf_ebft.models.lora import adapter_base, is_adapter_folder, load_merged
 
@@ -55,8 +55,7 @@ def generate_text(model_path: str, prompt: str, settings: GenerationSettings, de
     inputs = torch.tensor([ids], device=device)
     with torch.inference_mode():
         output = model.generate(inputs, attention_mask=torch.ones_like(inputs))
-    new = output[0, len(ids) :].tolist()
-    return tokenizer.decode(new[:-1] if new[-1] in stops else new, skip_special_tokens=True)
+    return plain_text(output[0, len(ids) :].tolist(), tokenizer, stops)
 
 
 def _encode(prompt: str, tokenizer: PreTrainedTokenizerBase, chat: bool, model_path: str) -> list[int]:

@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from openrlhf_ebft.actors.waiting import ActorError
 from openrlhf_ebft.config.sections import EBFTConfig
 from openrlhf_ebft.core.experience import Reference, RolloutRequest
 from openrlhf_ebft.core.seeding import derive_seed
+from openrlhf_ebft.data.tokenizers import plain_text, stop_token_ids
 from openrlhf_ebft.evaluation.code import Problem, load_problems, score_completions
 from openrlhf_ebft.evaluation.optional import require
 from openrlhf_ebft.evaluation.sandbox import SandboxLimits, run_program
@@ -90,7 +92,7 @@ class EvaluationTasks:
         for reference, rollout in zip(self.heldout, result.rollouts, strict=True):
             anchor = int(reference.anchors[0])
             truth = reference.token_ids[anchor : anchor + int(reference.window_lengths[0])]
-            source = self._text(reference.token_ids[:anchor].tolist())
+            source = plain_text(reference.token_ids[:anchor].tolist(), self.tokenizer, ())
             triples.append((source, self._text(rollout.completions[0][0].token_ids), self._text(truth.tolist())))
         _, hypotheses, truths = zip(*triples, strict=True)
         seed = derive_seed(self.config.seed, "bootstrap", "translation")
@@ -103,7 +105,11 @@ class EvaluationTasks:
         return table
 
     def _text(self, token_ids: Sequence[int]) -> str:
-        return self.tokenizer.decode(token_ids, skip_special_tokens=True)
+        return plain_text(token_ids, self.tokenizer, self._stops)
+
+    @cached_property
+    def _stops(self) -> tuple[int, ...]:
+        return stop_token_ids(self.tokenizer, self.config.model.path)
 
 
 class EvaluationRecorder:

@@ -160,6 +160,9 @@ def test_trees_give_their_texts(write, tmp_path):
     assert [row[3] for row in seen] == [tokenizer.decode(ids[4:])] * 2 + [tokenizer.decode(ids[6:])] * 2
     assert seen[1][2] == tokenizer.decode(completions[0][1]) and len(completions[0][1]) == 3
     assert seen[3][2] == tokenizer.decode(completions[1][1][:1])
+    tree.branch_tokens[-1] = stop = 30  # a chat's end of turn that its tokenizer does not call special
+    TreeRewards(function, tokenizer, {EOS_ID, stop}).values([tree])
+    assert seen[7][2] == tokenizer.decode(completions[1][1][:1]) and tokenizer.decode([stop])
 
 
 def test_the_prompt_and_the_columns_of_a_packed_document_are_its_own(write, tmp_path):
