@@ -15,7 +15,14 @@ from openrlhf_ebft.core.tree_batch import TreeBatch
 from openrlhf_ebft.models.head_probe import check_head
 from openrlhf_ebft.models.lora import LoRAAdapters, keep_adapters
 from openrlhf_ebft.models.split_attention import IMPLEMENTATION, require_split_attention
-from openrlhf_ebft.models.tree_forward import Masks, attention_spec, forward_tree, mask_arguments, set_flex_attention
+from openrlhf_ebft.models.tree_forward import (
+    Masks,
+    attention_spec,
+    forward_tree,
+    mask_arguments,
+    require_tree_attention,
+    set_flex_attention,
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,6 +70,8 @@ class PolicyModel(nn.Module):
             require_split_attention(model)
             model.set_attn_implementation(IMPLEMENTATION)
         else:
+            if mode != "rows":
+                require_tree_attention(model)
             if mode == "flex":
                 set_flex_attention(model)
             self.spec = attention_spec(model.config, model.config._attn_implementation)

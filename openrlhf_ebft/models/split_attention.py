@@ -71,7 +71,8 @@ def takes_split_attention(model: PreTrainedModel) -> bool:
     config = model.config.get_text_config()
     types = set(getattr(config, "layer_types", None) or [])
     is_known = types <= {"full_attention", "sliding_attention"}
-    return bool(model._supports_attention_backend) and is_known and not getattr(config, "alibi", False)
+    attends_alone = bool(model._supports_attention_backend) and not model._is_stateful  # no recurrent layers beside
+    return attends_alone and is_known and not getattr(config, "alibi", False)
 
 
 def require_split_attention(model: PreTrainedModel) -> None:

@@ -16,7 +16,7 @@ from openrlhf_ebft.core.rollout_tree import RolloutTree
 from openrlhf_ebft.core.tree_batch import TreeBatch, batches_by_tokens
 from openrlhf_ebft.models.feature_network import FeatureNetwork
 from openrlhf_ebft.models.split_attention import IMPLEMENTATION, require_split_attention
-from openrlhf_ebft.models.tree_forward import attention_spec, forward_tree, set_flex_attention
+from openrlhf_ebft.models.tree_forward import attention_spec, forward_tree, require_tree_attention, set_flex_attention
 
 ROW_METHODS = ("mean_pooling", "concat")
 """Pooling methods that look at the whole row, context included."""
@@ -44,6 +44,7 @@ class TreeFeatures:
             require_split_attention(backbone)
             backbone.set_attn_implementation(IMPLEMENTATION)
         elif self.mode != "rows":
+            require_tree_attention(backbone)
             if self.mode == "flex":
                 set_flex_attention(backbone)
             self.spec = attention_spec(network.config, backbone.config._attn_implementation)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -38,6 +39,19 @@ def set_flex_attention(model: PreTrainedModel) -> None:
         raise ValueError(
             f"model type {model.config.model_type!r} does not take flex attention; set model.attention to sdpa or rows"
         ) from error
+
+
+def require_tree_attention(model: PreTrainedModel) -> None:
+    """Raises ValueError for a model in which more than a mask and positions tells tokens of different branches apart.
+
+    Recurrent layers and convolutions read tokens in the order in which they stand, and some models number positions
+    themselves: with a tree they would give wrong states without an error.
+    """
+    why = "reads tokens one after the other (a state, not attention alone)" if model._is_stateful else None
+    if why is None and "position_ids" not in inspect.signature(model.base_model.forward).parameters:
+        why = "takes no position ids"
+    if why is not None:
+        raise ValueError(f"model type {model.config.model_type!r} {why}; set model.attention to rows")
 
 
 def attention_spec(config: PretrainedConfig, implementation: str) -> AttentionSpec:

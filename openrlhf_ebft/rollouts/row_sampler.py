@@ -18,15 +18,28 @@ _MAX_ROWS = 64
 
 
 class RowSampler:
-    """Each prompt is prefilled once, left-padded in a batch, and its cache repeated for its samples."""
+    """Each prompt is prefilled once, left-padded in a batch, and its cache repeated for its samples.
+
+    Models that number positions themselves, padding included, get prompts of one length at a time.
+    """
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model
+        self._takes_padding = self._is_alike_padded()
+
+    @torch.no_grad()
+    def _is_alike_padded(self) -> bool:
+        """Whether a short prompt is continued alike alone and padded beside a longer one."""
+        vocabulary = self._model.config.get_text_config().vocab_size
+        ids = [place % vocabulary for place in range(3, 11)]
+        short, long = (AnchorPrompt("probe", 0, tokens, 1, 1, 0) for tokens in (ids[:3], ids))
+        alone, padded = (self._prefill(prompts, 1)[0][0].float() for prompts in ([short], [short, long]))
+        return bool((padded - alone).norm() <= 3e-2 * alone.norm())  # rounding in bfloat16, and no other position
 
     def sample(self, prompts: Sequence[AnchorPrompt], sampling: SamplingSettings) -> list[tuple[Completion, ...]]:
         """Completions of every prompt, in the order of the prompts."""
         completions: list[tuple[Completion, ...]] = [()] * len(prompts)
-        for batch in _batches(prompts):
+        for batch in _batches(prompts, one_length=not self._takes_padding):
             for index, group in zip(batch, self._sample([prompts[i] for i in batch], sampling), strict=True):
                 completions[index] = group
         return completions
@@ -94,19 +107,28 @@ class RowSampler:
             use_cache=True,
             logits_to_keep=1,
         )
-        cache = output.past_key_values
+        cache = getattr(output, "past_key_values", None)
+        if cache is None:
+            raise ValueError(
+                f"model type {self._model.config.model_type!r} gives back no cache of keys, values and states to go on "
+                "from: set rollout.engine to vllm"
+            )
         cache.batch_repeat_interleave(samples)
         return output.logits[:, -1].repeat_interleave(samples, 0), cache, mask.repeat_interleave(samples, 0)
 
 
-def _batches(prompts: Sequence[AnchorPrompt]) -> list[list[int]]:
+def _batches(prompts: Sequence[AnchorPrompt], *, one_length: bool = False) -> list[list[int]]:
     """Groups indices of prompts: one number of samples each, prompts of similar length, at most `_MAX_ROWS` rows."""
+
+    def kind(index: int) -> tuple[int, int]:
+        return prompts[index].num_samples, len(prompts[index].token_ids) if one_length else 0
+
     order = sorted(range(len(prompts)), key=lambda i: (prompts[i].num_samples, len(prompts[i].token_ids), i))
     batches: list[list[int]] = []
     for index in order:
         samples = prompts[index].num_samples
         current = batches[-1] if batches else []
-        if current and prompts[current[0]].num_samples == samples and (len(current) + 1) * samples <= _MAX_ROWS:
+        if current and kind(current[0]) == kind(index) and (len(current) + 1) * samples <= _MAX_ROWS:
             current.append(index)
         else:
             batches.append([index])

@@ -71,7 +71,7 @@ class TransformersRolloutEngine:
             raise ValueError(f"max_model_len={max_model_len} is more than the {positions} positions of {model_path}")
         check_token_ids(sampling.stop_token_ids, self._vocab_size, "stop_token_ids")
         is_split = takes_split_attention(self._model)
-        self._blocks = BlockParallelSampler(self._model) if is_split else None
+        self._sampler = BlockParallelSampler(self._model) if is_split else RowSampler(self._model)
         self._sampling = sampling
         self._max_model_len = max_model_len
         if self._adapters is None:
@@ -95,10 +95,10 @@ class TransformersRolloutEngine:
         prompts = anchor_prompts(requests, max_model_len=self._max_model_len, vocab_size=self._vocab_size)
         sampling = sampling or self._sampling
         check_token_ids(sampling.stop_token_ids, self._vocab_size, "stop_token_ids")
-        if self._blocks is not None:
-            completions = self._blocks.sample(requests, sampling)
+        if isinstance(self._sampler, BlockParallelSampler):
+            completions = self._sampler.sample(requests, sampling)
         else:
-            completions = RowSampler(self._model).sample(prompts, sampling)
+            completions = self._sampler.sample(prompts, sampling)
         return group_rollouts(requests, completions, [0] * len(prompts), self._weight_version)
 
     @torch.no_grad()
@@ -144,10 +144,10 @@ class TransformersRolloutEngine:
             "engine/dtype": str(self._model.dtype).removeprefix("torch."),
             "engine/device": str(self._model.device),
             "engine/max_model_len": self._max_model_len,
-            "engine/sampler": "rows" if self._blocks is None else "block_parallel",
+            "engine/sampler": "block_parallel" if isinstance(self._sampler, BlockParallelSampler) else "rows",
             "engine/threads": torch.get_num_threads(),
         }
 
     def shutdown(self) -> None:
         """Releases the model."""
-        del self._model, self._blocks
+        del self._model, self._sampler

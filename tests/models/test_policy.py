@@ -218,6 +218,17 @@ def test_weights_between_blocks_and_logits_are_refused():
         LogitsHead(random_model("modernbert-decoder", {"cls_token_id": 1, "sep_token_id": 2}))
 
 
+@pytest.mark.parametrize("mode", ["sdpa", "eager", "split"])
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [("recurrent_gemma", {"lru_width": 32, "attention_window_size": 8}), ("mpt", {}), ("marian", {"d_model": 32})],
+)
+def test_models_that_a_tree_would_mislead_are_refused_by_name(kind, settings, mode):
+    """They read a tree without an error, and tokens of other branches with it."""
+    with pytest.raises(ValueError, match=r"model type .* set model\.attention to .*rows"):
+        PolicyModel(random_model(kind, settings), mode, temperature=1.0, chunk_tokens=5)
+
+
 def random_model(kind, settings):
     if kind not in CONFIG_MAPPING_NAMES:
         pytest.skip(f"this version of transformers has no {kind}")

@@ -8,6 +8,7 @@ import json
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, BartConfig, BloomConfig, RwkvConfig
 
 from openrlhf_ebft.config.sections import RolloutConfig
 from openrlhf_ebft.core.experience import SamplingSettings
@@ -15,7 +16,7 @@ from openrlhf_ebft.core.seeding import completion_seed
 from openrlhf_ebft.distributed.weight_sync import WeightSyncError, build_update
 from openrlhf_ebft.rollouts.anchor_prompts import AnchorPrompt
 from openrlhf_ebft.rollouts.engine import build_engine
-from openrlhf_ebft.rollouts.row_sampler import _batches
+from openrlhf_ebft.rollouts.row_sampler import RowSampler, _batches
 from openrlhf_ebft.rollouts.sampling import draw_tokens, draw_uniforms, sampler_logits
 from tests.rollouts.requests import GREEDY, SAMPLED, request, token_logprobs, train_steps
 from tests.tiny_gguf import write_llama_gguf
@@ -76,6 +77,33 @@ def test_batched_cached_samples_equal_the_naive_loop(setup, sampling):
                 assert completion.logprobs == pytest.approx(wanted, abs=2e-5)
                 ended = bool(sampling.stop_token_ids) and wanted_ids[-1] in sampling.stop_token_ids
                 assert completion.finish_reason == ("stop" if ended else "length")
+
+
+@pytest.mark.parametrize("config", [BartConfig, BloomConfig])
+def test_prompts_of_different_lengths_in_rows_are_read_as_if_alone(config):
+    """B01: Bart numbers positions itself, padding included; Bloom's depend on the distance alone."""
+    torch.manual_seed(0)
+    sizes = {"d_model": 32, "decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 48}
+    if config is BloomConfig:
+        sizes = {"hidden_size": 32, "n_layer": 2, "n_head": 4}
+    model = AutoModelForCausalLM.from_config(config(vocab_size=64, **sizes)).eval()
+    for parameter in model.parameters():
+        if parameter.ndim > 1:
+            torch.nn.init.normal_(parameter, std=0.3)
+    prompts = [AnchorPrompt("e", 0, list(range(3, 3 + length)), 5, 2, length) for length in (3, 9, 5)]
+    sampling = dataclasses.replace(SAMPLED, temperature=1.0)
+    with torch.no_grad():
+        for prompt, group in zip(prompts, RowSampler(model).sample(prompts, sampling), strict=True):
+            for sample, completion in enumerate(group):
+                ids, logprobs = naive(model, prompt.token_ids, sampling, prompt.seed + sample, 5)
+                assert completion.token_ids == ids
+                assert completion.logprobs == pytest.approx(logprobs, abs=2e-5)
+
+
+def test_a_model_without_a_cache_is_refused_by_name():
+    model = AutoModelForCausalLM.from_config(RwkvConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2)).eval()
+    with pytest.raises(ValueError, match=r"'rwkv' gives back no cache .* set rollout\.engine to vllm"):
+        RowSampler(model)
 
 
 def test_different_limits_in_one_batch(setup):
