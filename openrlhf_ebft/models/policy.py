@@ -21,6 +21,7 @@ from openrlhf_ebft.models.tree_forward import (
     forward_tree,
     mask_arguments,
     require_tree_attention,
+    rows_spec,
     set_flex_attention,
 )
 
@@ -69,9 +70,10 @@ class PolicyModel(nn.Module):
         if mode == "split":
             require_split_attention(model)
             model.set_attn_implementation(IMPLEMENTATION)
+        elif mode == "rows":
+            self.spec = rows_spec(model.config, model.config._attn_implementation)
         else:
-            if mode != "rows":
-                require_tree_attention(model)
+            require_tree_attention(model)
             if mode == "flex":
                 set_flex_attention(model)
             self.spec = attention_spec(model.config, model.config._attn_implementation)

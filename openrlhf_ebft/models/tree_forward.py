@@ -54,6 +54,14 @@ def require_tree_attention(model: PreTrainedModel) -> None:
         raise ValueError(f"model type {model.config.model_type!r} {why}; set model.attention to rows")
 
 
+def rows_spec(config: PretrainedConfig, implementation: str) -> AttentionSpec | None:
+    """`attention_spec` for a model that reads rows; None where layers take no masks, which packed documents alone need."""
+    try:
+        return attention_spec(config, implementation)
+    except ValueError:
+        return None
+
+
 def attention_spec(config: PretrainedConfig, implementation: str) -> AttentionSpec:
     """Reads from a model's config which masks its layers expect.
 
@@ -89,12 +97,13 @@ def forward_tree(
         backbone: the model's blocks, without its head.
         batch: trees on any device; moved nowhere.
         mode: `rows` runs one causal row for each branch, all others run the tree in one sequence.
-        spec: what masks the model's attention expects; None in `split`, which has none.
+        spec: what masks the model's attention expects; None in `split`, which has none, and in `rows` for a model
+            whose layers take none.
         dtype: dtype of additive masks.
     """
     if mode == "split":
         return _forward_split(backbone, batch)
-    if spec is None:
+    if spec is None and mode != "rows":
         raise ValueError(f"attention mode {mode} needs an attention spec")
     if mode == "flex":
         return backbone(batch.input_ids, tree_block_masks(batch, spec), batch.position_ids)
@@ -104,6 +113,8 @@ def forward_tree(
     rows = unroll_rows(batch)
     mask: Tensor | dict[str, Tensor] = rows.valid.long()
     if rows.allowed is not None:
+        if spec is None:
+            raise ValueError("packed documents need masks, which layers of this model do not take")
         mask = attention_masks(rows.allowed, rows.position_ids, spec, dtype)
     hidden = backbone(rows.input_ids, mask, rows.position_ids)
     return hidden.flatten(0, 1)[rows.source].view(*batch.input_ids.shape, -1)

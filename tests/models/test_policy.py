@@ -218,6 +218,19 @@ def test_weights_between_blocks_and_logits_are_refused():
         LogitsHead(random_model("modernbert-decoder", {"cls_token_id": 1, "sep_token_id": 2}))
 
 
+@pytest.mark.parametrize("kind", ["minimax", "qwen3_next"])
+def test_hybrid_models_read_rows(kind):
+    """Layers of linear attention take no masks; what lies behind a row changes nothing in it."""
+    layers = ["linear_attention", "full_attention"]
+    experts = {"num_local_experts": 2, "num_experts": 2, "moe_intermediate_size": 24, "num_experts_per_tok": 1}
+    model = random_model(kind, {"layer_types": layers, "head_dim": 8, **experts})
+    with torch.no_grad():
+        expected = [logprobs_alone(model, tree, 0.6) for tree in trees()]
+        result = PolicyModel(model, "rows", temperature=0.6, chunk_tokens=5)(TreeBatch.collate(trees()))
+    torch.testing.assert_close(result.branch, torch.cat([e[0] for e in expected]), atol=1e-4, rtol=0)
+    torch.testing.assert_close(result.supervised, torch.cat([e[1] for e in expected]), atol=1e-4, rtol=0)
+
+
 @pytest.mark.parametrize("mode", ["sdpa", "eager", "split"])
 @pytest.mark.parametrize(
     ("kind", "settings"),
