@@ -55,7 +55,7 @@ def require_tree_attention(model: PreTrainedModel) -> None:
 
 
 def rows_spec(config: PretrainedConfig, implementation: str) -> AttentionSpec | None:
-    """`attention_spec` for a model that reads rows; None where layers take no masks, which packed documents alone need."""
+    """`attention_spec` for rows; None where layers take no masks, which packed documents alone need."""
     try:
         return attention_spec(config, implementation)
     except ValueError:
