@@ -1,5 +1,8 @@
 """Weight sync over the real actors: engines follow the trainer; a failed update is an error and can be repeated."""
 
+import os
+import signal
+
 import pytest
 import ray
 import torch
@@ -91,6 +94,7 @@ def test_a_refused_update_raises_with_the_engines_words_and_can_be_repeated(acto
 
 @pytest.mark.stack
 def test_a_dead_engine_is_named(actors):
-    ray.kill(actors.rollout.engines[0])
+    process = ray.get(actors.rollout.engines[0].__ray_call__.remote(lambda engine: os.getpid()), timeout=60)
+    os.kill(process, signal.SIGKILL)  # `ray.kill` returns before the actor is gone: it might still answer
     with pytest.raises(ActorError, match="weight sync: rollout engine 0 is gone"):
         actors.rollout.check_versions(0)

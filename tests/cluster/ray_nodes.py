@@ -78,6 +78,7 @@ class Cluster:
             "RAY_AUTH_MODE": "token",
             "RAY_AUTH_TOKEN_PATH": str(self.folder / "token"),
             "RAY_USAGE_STATS_ENABLED": "0",
+            "RAY_worker_niceness": "0",
             "RAY_memory_monitor_refresh_ms": "0",  # what else runs on this machine must not end a test's jobs
             "HF_HUB_OFFLINE": "1",
             "OMP_NUM_THREADS": "1",

@@ -160,7 +160,9 @@ def test_no_network(without):
 
 
 @every_layering
-@pytest.mark.parametrize("target", ["os.getppid()", f"{os.getpid()}", "-1", "0"])
+@pytest.mark.parametrize(
+    "target", ["os.getppid()", str(os.getpid()), "-1", "0"], ids=["parent", "tests", "all", "group"]
+)
 def test_other_processes_cannot_be_signalled(target, without):
     code = f"import os, signal; os.kill({target}, signal.SIGKILL)"
     assert run_program(attempt(code), QUICK, without=without).outcome == "passed"

@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -131,23 +132,27 @@ def test_an_existing_run_directory_is_not_overwritten(folder, first_run):
 def test_an_interrupt_at_any_moment_leaves_no_process_behind(folder, number):
     name = f"interrupted-{number.name}"
     config = runs.write_config(folder, name, policy={"max_steps": 100000})
-    before = ray_processes()
     process = runs.start("train", str(config))
     time.sleep(random.uniform(6, 40))
+    assert session_of(process.pid), "the command has ended by itself"
     os.kill(process.pid, number)
     output, _ = process.communicate(timeout=60)
     # While Python imports and while Ray starts, its own handling of the signal ends the process.
     assert process.returncode in (130, -number), output
     assert "Traceback" not in output
     deadline = time.monotonic() + 30
-    while (left := ray_processes() - before) and time.monotonic() < deadline:
+    while (left := session_of(process.pid)) and time.monotonic() < deadline:
         time.sleep(0.5)
     assert not left, f"left behind: {left}\n{output}"
 
 
-def ray_processes() -> set[tuple[int, str]]:
-    """Processes of Ray clusters and their workers on this machine, as (pid, command line)."""
-    table = subprocess.run(["ps", "-eo", "pid,stat,args"], capture_output=True, text=True, check=True).stdout
-    rows = [line.split(None, 2) for line in table.splitlines()[1:]]
-    found = {(int(pid), args) for pid, stat, args in rows if "Z" not in stat and ("raylet" in args or "ray::" in args)}
-    return found | {(int(r[0]), r[2]) for r in rows if "gcs_server" in r[2] and "Z" not in r[1]}
+def session_of(pid: int) -> list[str]:
+    """Living processes of the session that a command leads, as `pid arguments`, and those of the Ray that it started.
+
+    Ray's processes and their workers stay in the session of the command; its folder is named after the command.
+    """
+    table = subprocess.run(["ps", "-eo", "pid,sid,stat,args"], capture_output=True, text=True, check=True).stdout
+    rows = [line.split(None, 3) for line in table.splitlines()[1:]]
+    ray_folder = re.compile(rf"/session_[\d_-]+_{pid}/")
+    found = [r for r in rows if "Z" not in r[2] and (int(r[1]) == pid or ray_folder.search(r[3]))]
+    return [f"{row[0]} {row[3]}" for row in found]
