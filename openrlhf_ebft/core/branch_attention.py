@@ -10,6 +10,7 @@ M = R * L queries, H heads, V key/value heads, g = H / V heads that share keys, 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -148,25 +149,25 @@ class _BranchAttention(torch.autograd.Function):
         blocks = ctx.bias.blocks(sizes)
         scores, values = _Scores(sizes, query, key, own_key, ctx.bias, ctx.rule), sizes.behind_own(value)
         rows, pulls = scores.rows, sizes.rows(gradient)
-        for_rows, own_weights = torch.empty_like(rows), torch.empty_like(scores.on_own)
         own_pulls = sizes.own_products(pulls, own_value)
+        for_rows, own_weights = torch.empty_like(rows), torch.empty_like(own_pulls)
         # Blocks add up: in float32 at least, since there may be many of them.
         total = torch.promote_types(key.dtype, torch.float32)
         for_key, for_value = (torch.zeros_like(values.mT, dtype=total) for _ in range(2))
-        spaces = [_space_for(blocks, query) for _ in range(2)]
+        spaces = [_space_for(blocks, query) for _ in range(1 if kept else 2)]
         for number, block in enumerate(blocks):
             weights = kept[number] if kept else scores.weights(block, spaces[0])
-            on_weights = sizes.products(block, pulls, values, spaces[1])
+            on_weights = sizes.products(block, pulls, values, spaces[-1])
             on_weights[..., : sizes.own] = own_pulls[block.place]
             on_scores = torch.ops.aten._softmax_backward_data(on_weights, weights, -1, weights.dtype)
             own_weights[block.place] = weights[..., : sizes.own]
             own_pulls[block.place] = on_scores[..., : sizes.own]
-            scores.through_cap(block, on_scores, spaces[1])
+            scores.through_cap(block, on_scores, spaces[-1])
             sizes.add_on_keys(for_value, block, pulls, weights)
             sizes.add_on_keys(for_key, block, rows, on_scores)
             for_rows[block.place] = sizes.mixtures(block, on_scores, scores.keys)
         if sizes.own:
-            scores.through_own_cap(own_pulls, own_key)
+            scores.through_own_cap(own_pulls)
             for_rows += sizes.own_mixtures(own_pulls, own_key)
         shared = (sizes.of_reference(part.mT).to(key.dtype) for part in (for_key, for_value))
         on_own = sizes.on_own(own_pulls, rows), sizes.on_own(own_weights, pulls)
@@ -184,13 +185,19 @@ class _Scores:
     def __init__(
         self, sizes: Sizes, query: Tensor, key: Tensor, own_key: Tensor, bias: BranchBias, rule: ScoreRule
     ) -> None:
-        self._sizes, self._bias, self._rule = sizes, bias, rule
+        self._sizes, self._own_key, self._bias, self._rule = sizes, own_key, bias, rule
         self.rows = sizes.rows(torch.mul(query, rule.scaling, out=query.new_empty(query.shape)))  # (b * V, M, d)
         self.keys = sizes.behind_own(key)  # (b * V, W, d)
-        self.on_own = sizes.own_products(self.rows, own_key)  # (b * V, M, K)
-        self._cap(self.on_own)
-        view = self.on_own.view(sizes.trees, sizes.kv_heads, sizes.branches, sizes.shared, sizes.steps, sizes.own)
-        view += bias.own[:, None, :, None]
+
+    @cached_property
+    def on_own(self) -> Tensor:
+        """Scores (b * V, M, K) of the own keys; a backward pass with kept probabilities does not need them."""
+        sizes = self._sizes
+        scores = sizes.own_products(self.rows, self._own_key)
+        self._cap(scores)
+        view = scores.view(sizes.trees, sizes.kv_heads, sizes.branches, sizes.shared, sizes.steps, sizes.own)
+        view += self._bias.own[:, None, :, None]
+        return scores
 
     def weights(self, block: Block, space: Tensor) -> Tensor:
         """Probabilities of the block (`block.shape`), in `space`."""
@@ -207,10 +214,10 @@ class _Scores:
         if self._rule.softcap is not None:
             self._multiply_slope(on_scores, self._sizes.products(block, self.rows, self.keys, space))
 
-    def through_own_cap(self, on_scores: Tensor, own_key: Tensor) -> None:
-        """The same for those of the own keys (b * V, M, K), which are (b, V, R, K, d)."""
+    def through_own_cap(self, on_scores: Tensor) -> None:
+        """The same for those of the own keys (b * V, M, K)."""
         if self._rule.softcap is not None:
-            self._multiply_slope(on_scores, self._sizes.own_products(self.rows, own_key))
+            self._multiply_slope(on_scores, self._sizes.own_products(self.rows, self._own_key))
 
     def _cap(self, scores: Tensor) -> None:
         if self._rule.softcap is not None:
